@@ -98,8 +98,8 @@
 //! ```
 //!
 //! The crate [`rollout_kernels`] below all of them holds the devices: a closed set of backends behind one set of types,
-//! `Device`, `Ops`, `Matrix`, `KvCache` and `Buffer`. No file here names a device. [`profile`] sums the trace-level
-//! spans of both crates. No two files name each other in a circle.
+//! `Device`, `Ops`, `Matrix`, `KvCache` and `DeviceBuffer`. No file here names a device. [`profile`] sums the
+//! trace-level spans of both crates. No two files name each other in a circle.
 //!
 //! # How it is simulated
 //!

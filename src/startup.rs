@@ -9,7 +9,7 @@ use std::thread::JoinHandle;
 use std::time::Duration;
 
 use clap::ValueEnum;
-use rollout_kernels::{AllReduce, AttentionKernel, DeviceOptions, Devices, KvDtype, ModelShape, WeightDtype};
+use rollout_kernels::{AllReduce, AttentionKernel, DeviceOptions, Devices, ModelShape, StorageDtype};
 
 use crate::cache::KvCacheManager;
 use crate::clock::Clock;
@@ -29,7 +29,7 @@ use crate::weights::{
     largest_broadcast,
 };
 use memory::Plan;
-use ranks::{Ingredients, Meeting, Progress, start_ranks};
+use ranks::{CommunicatorPlan, Ingredients, LoadProgress, start_ranks};
 
 /// A running engine and the facts about it that the server reports.
 pub struct Started {
@@ -46,7 +46,7 @@ pub struct Started {
     pub num_weights: u64,
     pub kernel: &'static str,
     pub devices: Devices,
-    pub text: Text,
+    pub text: ModelText,
     /// Joins the groups of trainers that broadcast weights.
     pub trainers: Trainers,
 }
@@ -90,12 +90,12 @@ impl Started {
 }
 
 /// The model's tokenizer and chat template. A model without a tokenizer serves token ids only.
-pub struct Text {
+pub struct ModelText {
     pub tokenizer: Option<Arc<Tokenizer>>,
     pub chat_template: Option<ChatTemplate>,
 }
 
-impl Text {
+impl ModelText {
     fn open(files: &TokenizerFiles) -> Result<Self> {
         let (tokenizer, chat_template) = match files {
             TokenizerFiles::Gguf(metadata) => {
@@ -114,13 +114,13 @@ impl Text {
 #[derive(Clone)]
 struct Layout {
     world: usize,
-    weights: WeightDtype,
-    kv: KvDtype,
+    weights: StorageDtype,
+    kv: StorageDtype,
     max_model_len: usize,
     max_batch_tokens: usize,
     block_size: usize,
     /// Whether devices may capture steps as CUDA graphs and replay them.
-    records: bool,
+    uses_graphs: bool,
     devices: Devices,
 }
 
@@ -135,8 +135,8 @@ pub fn start(config: &Config, observer: Observer, recorder: Recorder) -> Result<
     let model = ModelConfig::from_files(&files)?;
     model.check_tensor_parallel(config.tp)?;
     let layout = Layout::new(config, &model)?;
-    let meetings = Meeting::plan(&layout.devices, config.tp, all_reduce(config))?;
-    let text = Text::open(&files.tokenizer)?;
+    let communicators = CommunicatorPlan::of_ranks(&layout.devices, config.tp, all_reduce(config))?;
+    let text = ModelText::open(&files.tokenizer)?;
 
     let mut decoders: Vec<_> = (0..layout.world)
         .map(|rank| Decoder::new(&model, &layout.build(rank), layout.max_model_len))
@@ -148,7 +148,7 @@ pub fn start(config: &Config, observer: Observer, recorder: Recorder) -> Result<
 
     let ModelFiles { name: model_name, checkpoint, .. } = files;
     let num_weights = count_weights(&checkpoint, &model);
-    let progress = Progress::new(&checkpoint, layout.world);
+    let progress = LoadProgress::new(&checkpoint, layout.world);
     let ingredients = Ingredients {
         model: model.clone(),
         layout: layout.clone(),
@@ -156,7 +156,7 @@ pub fn start(config: &Config, observer: Observer, recorder: Recorder) -> Result<
         blocks,
         progress,
     };
-    let executor = start_ranks(decoders, meetings, ingredients)?;
+    let executor = start_ranks(decoders, communicators, ingredients)?;
     let scheduler = Scheduler::new(
         SchedulerConfig {
             max_num_seqs: config.max_num_seqs,
@@ -214,8 +214,8 @@ impl Layout {
             DTypeChoice::Bfloat16 => false,
             DTypeChoice::Auto => model.dtype == Some(Dtype::F32),
         };
-        let weights = if is_float32 { WeightDtype::F32 } else { WeightDtype::Bf16 };
-        let kv = if is_float32 { KvDtype::F32 } else { KvDtype::Bf16 };
+        let dtype = if is_float32 { StorageDtype::F32 } else { StorageDtype::Bf16 };
+        let (weights, kv) = (dtype, dtype);
         let devices = open_devices(config)?;
         let shape = ModelShape { head_dim: model.head_dim, block_size: config.block_size, weights, kv };
         devices.iter().try_for_each(|device| device.check(&shape))?;
@@ -233,7 +233,7 @@ impl Layout {
             max_model_len,
             max_batch_tokens: config.max_batch_tokens,
             block_size: config.block_size,
-            records: match config.graphs {
+            uses_graphs: match config.graphs {
                 // According to NCCL, captures of several devices in one process can deadlock; no card has run them yet.
                 GraphsChoice::Auto => config.tp == 1,
                 GraphsChoice::On => true,
@@ -250,8 +250,8 @@ impl Layout {
 
     fn dtype_name(&self) -> &'static str {
         match self.weights {
-            WeightDtype::F32 => "float32",
-            WeightDtype::Bf16 => "bfloat16",
+            StorageDtype::F32 => "float32",
+            StorageDtype::Bf16 => "bfloat16",
         }
     }
 }
@@ -286,11 +286,7 @@ fn parameters(decoder: &mut Decoder, model: &ModelConfig, layout: &Layout) -> Re
         specs.push(spec.clone());
         Ok(())
     })?;
-    let dtype = match layout.weights {
-        WeightDtype::F32 => Dtype::F32,
-        WeightDtype::Bf16 => Dtype::Bf16,
-    };
-    Ok(Parameters::new(specs, dtype, layout.world, model.tie_word_embeddings))
+    Ok(Parameters::new(specs, layout.weights.into(), layout.world, model.tie_word_embeddings))
 }
 
 /// Number of weights (elements of all parameters); a tied head counts once.

@@ -1,4 +1,4 @@
-//! What launches and waits cost: `cargo run --release --example overhead`. Figures of a machine, not a test.
+//! The cost of launches and waits: `cargo run --release --example overhead`. Figures of a machine, not a test.
 
 use std::ffi::{CString, c_void};
 use std::ptr::null;

@@ -10,7 +10,7 @@ macro_rules! entry_points {
         #[allow(non_snake_case, reason = "the names are CUDA's")]
         #[allow(clippy::missing_safety_doc, clippy::too_many_arguments, reason = "what each takes and asks is CUDA's")]
         pub unsafe extern "C" fn $name($($argument: $type),*) -> i32 {
-            static CALL: $crate::failures::Call = $crate::failures::Call::new(stringify!($name));
+            static CALL: $crate::failures::CallCounter = $crate::failures::CallCounter::new(stringify!($name));
             let call = move || -> $crate::error::Result {
                 $crate::driver::begin(&CALL)?;
                 #[allow(unused_unsafe, reason = "not each body follows a pointer")]

@@ -1,20 +1,20 @@
 //! The driver's error codes that the emulator gives, under their names in `cuda.h`.
 
 /// A `CUresult` other than success.
-pub type Code = i32;
+pub type ErrorCode = i32;
 
-/// What a call gives, or the code that it fails with.
-pub type Result<T = ()> = std::result::Result<T, Code>;
+/// The result of a call, or its error code.
+pub type Result<T = ()> = std::result::Result<T, ErrorCode>;
 
 macro_rules! codes {
     ($($name:ident = $value:literal, $cuda:literal, $text:literal;)*) => {
         $(
             #[allow(dead_code, reason = "some codes are only given where a test asks for them")]
-            pub const $name: Code = $value;
+            pub const $name: ErrorCode = $value;
         )*
 
         /// The name in `cuda.h` and a sentence for each code, both as C strings.
-        pub const CODES: &[(Code, &std::ffi::CStr, &std::ffi::CStr)] = &[$(($value, $cuda, $text)),*];
+        pub const CODES: &[(ErrorCode, &std::ffi::CStr, &std::ffi::CStr)] = &[$(($value, $cuda, $text)),*];
     };
 }
 
@@ -63,7 +63,7 @@ codes! {
 }
 
 /// Whether a device that met this error gives it for each later call, until its process ends.
-pub fn is_sticky(code: Code) -> bool {
+pub fn is_sticky(code: ErrorCode) -> bool {
     matches!(code, ILLEGAL_ADDRESS | LAUNCH_TIMEOUT | ASSERT | ILLEGAL_INSTRUCTION | MISALIGNED_ADDRESS | LAUNCH_FAILED)
         || (717..=718).contains(&code)
 }

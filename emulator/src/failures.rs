@@ -9,7 +9,7 @@ use std::ffi::{CStr, c_char};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{LazyLock, Mutex};
 
-use crate::error::{Code, Result};
+use crate::error::{ErrorCode, Result};
 use crate::settings;
 
 /// A call that will fail once.
@@ -17,13 +17,13 @@ struct Failure {
     call: String,
     /// How many calls go well before it.
     after: u64,
-    code: Code,
+    code: ErrorCode,
 }
 
 static FAILURES: LazyLock<Mutex<Vec<Failure>>> = LazyLock::new(|| Mutex::new(from_settings(&settings::get().failures)));
 /// Whether there are any, so that calls need not lock the list.
 static ARMED: LazyLock<AtomicBool> = LazyLock::new(|| AtomicBool::new(!FAILURES.lock().unwrap().is_empty()));
-static CALLS: Mutex<Vec<&'static Call>> = Mutex::new(Vec::new());
+static CALLS: Mutex<Vec<&'static CallCounter>> = Mutex::new(Vec::new());
 /// Launches of each kernel.
 static LAUNCHES: LazyLock<Mutex<HashMap<String, u64>>> = LazyLock::new(Mutex::default);
 
@@ -83,12 +83,12 @@ fn check(name: &str) -> Result {
 }
 
 /// A function of the driver or of a library, which counts its calls.
-pub struct Call {
+pub struct CallCounter {
     name: &'static str,
     count: AtomicU64,
 }
 
-impl Call {
+impl CallCounter {
     pub const fn new(name: &'static str) -> Self {
         Self { name, count: AtomicU64::new(0) }
     }
@@ -175,7 +175,7 @@ mod tests {
 
     #[test]
     fn a_call_fails_at_its_turn_and_once() {
-        static CALL: Call = Call::new("cuMemHostAlloc");
+        static CALL: CallCounter = CallCounter::new("cuMemHostAlloc");
         let name = c"allocation".as_ptr();
         // SAFETY: the name is a C string.
         let before = unsafe { cuemu_calls(name) };

@@ -41,7 +41,7 @@ fn conversion(format: &[u8]) -> Option<(Conversion, usize)> {
     Some((found, length + 1))
 }
 
-/// What C's `snprintf` makes of one conversion.
+/// One conversion, as formatted by C's `snprintf`.
 fn formatted(conversion: &Conversion, stars: &[i32], argument: &Argument) -> Vec<u8> {
     let print = |to: *mut libc::c_char, bytes: usize| {
         let format = conversion.specification.as_ptr();

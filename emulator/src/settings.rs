@@ -8,12 +8,12 @@ pub const MAX_DEVICES: usize = 16;
 
 const MIB: u64 = 1 << 20;
 
-/// How much NVML tells.
+/// How much NVML reports.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Nvml {
-    /// What each process holds.
+    /// The memory of each process.
     Processes,
-    /// What all hold together, as in some containers.
+    /// Only the total of all processes, as in some containers.
     Device,
     /// Nothing: it does not start.
     Off,
@@ -23,7 +23,7 @@ pub struct Settings {
     pub devices: usize,
     /// Memory of each device in bytes.
     pub memory: u64,
-    /// What a context takes of it, in bytes.
+    /// The part of it that a context takes, in bytes.
     pub context: u64,
     /// A file through which the processes that name it share the memory of their devices.
     pub ledger: Option<PathBuf>,

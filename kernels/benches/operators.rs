@@ -6,13 +6,13 @@
 
 use criterion::{BenchmarkId, Criterion, Throughput, criterion_group, criterion_main};
 use half::bf16;
-use rollout_kernels::cpu::logits::{BINS, Bins, Bound, Measure, Row, candidates_of_bin, histogram, sum_exp, summarise};
+use rollout_kernels::cpu::logits::{
+    BINS, Bins, LogitBound, Measure, Row, candidates_of_bin, histogram, sum_exp, summarise,
+};
 use rollout_kernels::cpu::{
     Cpu, Isa, KvBlocks, PackedMatrix, Rows, RowsMut, add_rms_norm, linear, paged_attention, rope, silu_mul,
 };
-use rollout_kernels::{
-    AttentionSequence, AttentionShape, KvDtype, KvLayout, RowBits, WeightDtype, WeightRows, reduction_leaves,
-};
+use rollout_kernels::{AttentionSequence, AttentionShape, KvLayout, StorageDtype, TensorView, reduction_leaves};
 use std::hint::black_box;
 use std::ops::Range;
 use std::time::Duration;
@@ -192,15 +192,15 @@ fn linears(c: &mut Criterion) {
             ("down", model.hidden, model.intermediate, reduction_leaves(model.intermediate)),
             ("lm_head", model.vocab, model.hidden, 1),
         ];
-        for dtype in [WeightDtype::Bf16, WeightDtype::F32] {
+        for dtype in [StorageDtype::Bf16, StorageDtype::F32] {
             for (layer, n, k, leaves) in layers {
-                if dtype == WeightDtype::F32 && layer != "gate_up" {
+                if dtype == StorageDtype::F32 && layer != "gate_up" {
                     continue; // one layer shows the float32 path
                 }
                 let row = values(k);
                 let matrix = || {
                     let mut w = PackedMatrix::zeros(dtype, n, k, leaves);
-                    (0..n).for_each(|i| w.write_rows(i, WeightRows::F32(&row)));
+                    (0..n).for_each(|i| w.write_rows(i, TensorView::F32(&row)));
                     w
                 };
                 let weights: Vec<PackedMatrix> = (0..model.copies(layer)).map(|_| matrix()).collect();
@@ -303,7 +303,7 @@ fn attention(c: &mut Criterion) {
     for model in &MODELS {
         let mut group = c.benchmark_group(format!("attention/{}", model.name));
         for case in &SEQUENCES {
-            for dtype in [KvDtype::Bf16, KvDtype::F32] {
+            for dtype in [StorageDtype::Bf16, StorageDtype::F32] {
                 let Model { heads, kv_heads, head_dim, .. } = *model;
                 let blocks = case.blocks();
                 let slots: Vec<u32> = (0..(blocks * BLOCK) as u32).collect();
@@ -354,7 +354,7 @@ fn kv_write(c: &mut Criterion) {
             let blocks = (rows * positions_apart).div_ceil(BLOCK);
             let slots: Vec<u32> = (0..rows).map(|row| (row * positions_apart) as u32).collect();
             let (keys, values) = (values(rows * width), values(rows * width));
-            let layout = KvLayout { blocks, block_size: BLOCK, kv_heads, head_dim, dtype: KvDtype::Bf16 };
+            let layout = KvLayout { blocks, block_size: BLOCK, kv_heads, head_dim, dtype: StorageDtype::Bf16 };
             let mut caches: Vec<KvBlocks> = (0..layers).map(|_| KvBlocks::new(layout)).collect();
             for copies in [1, layers] {
                 let in_turn = &mut caches[..copies];
@@ -424,7 +424,7 @@ fn logits(c: &mut Criterion) {
             });
         };
         pass("maxima and sums", &mut |_, _| ());
-        pass("… and sums at another scale", &mut |row, sums| _ = sum_exp(isa, row, 1.5, Bound::NONE, sums));
+        pass("… and sums at another scale", &mut |row, sums| _ = sum_exp(isa, row, 1.5, LogitBound::NONE, sums));
         pass("… and a histogram", &mut |row, _| {
             black_box(histogram(isa, row, Bins::new(row.max, 0.25), Measure::Mass(1.0)));
         });
@@ -440,7 +440,7 @@ fn weights(c: &mut Criterion) {
     let (n, k) = (4864, 896);
     let source = values(n * k);
     let rounded: Vec<bf16> = source.iter().map(|x| bf16::from_f32(*x)).collect();
-    let mut w = PackedMatrix::zeros(WeightDtype::Bf16, n, k, 1);
+    let mut w = PackedMatrix::zeros(StorageDtype::Bf16, n, k, 1);
     let mut group = c.benchmark_group("weights/4864x896");
     group.throughput(Throughput::BytesDecimal(w.bytes() as u64));
     let part = |rows: Range<usize>| rows.start * k..rows.end * k;
@@ -449,12 +449,11 @@ fn weights(c: &mut Criterion) {
     });
     group.bench_function("write bfloat16", |b| {
         let widen = |rows: Range<usize>, out: &mut [f32]| {
-            rollout_kernels::host::to_f32(WeightRows::Bf16(&rounded[part(rows)]), WeightDtype::Bf16, out);
+            rollout_kernels::host::to_f32(TensorView::Bf16(&rounded[part(rows)]), StorageDtype::Bf16, out);
         };
         b.iter(|| w.fill_rows(cpu.pool(), 0..n, &widen))
     });
-    let mut out = vec![bf16::ZERO; n * k];
-    group.bench_function("read bfloat16 on one thread", |b| b.iter(|| w.read_rows(0, RowBits::Bf16(&mut out))));
+    group.bench_function("read bfloat16 on one thread", |b| b.iter(|| w.read_rows(0..n)));
 }
 
 /// The cost of an operator's span while no subscriber listens.

@@ -5,7 +5,7 @@ use std::ops::Range;
 use candle_core::Result;
 
 use crate::backend::storage::{BorrowedImpl, BorrowedRows, Digested};
-use crate::weights::Dtype;
+use crate::values::Dtype;
 
 /// By which a process names an allocation of its device memory to others: bytes of the driver, and an offset is not
 /// among them.

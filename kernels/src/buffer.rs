@@ -8,16 +8,16 @@ use half::bf16;
 
 use crate::activations::Activations;
 use crate::backend::storage::MemoryImpl;
-use crate::weights::{WeightDtype, WeightRows};
+use crate::values::{StorageDtype, TensorView};
 
 /// Float32 values in a device's memory, in one dimension: a bias, the weights of a norm, a table of the rotary
 /// embedding.
-pub struct Buffer {
+pub struct DeviceBuffer {
     memory: Arc<dyn MemoryImpl>,
     values: Activations,
 }
 
-impl Buffer {
+impl DeviceBuffer {
     /// `values` has one dimension.
     pub(crate) fn new(memory: Arc<dyn MemoryImpl>, values: Activations) -> Self {
         Self { memory, values }
@@ -56,12 +56,12 @@ impl Buffer {
     ///
     /// # Panics
     /// If they pass the end.
-    pub fn write_rounded(&self, start: usize, values: WeightRows<'_>, dtype: WeightDtype) -> Result<()> {
-        let rounded = |x: f32| if dtype == WeightDtype::Bf16 { bf16::from_f32(x).to_f32() } else { x };
+    pub fn write_rounded(&self, start: usize, values: TensorView<'_>, dtype: StorageDtype) -> Result<()> {
+        let rounded = |x: f32| if dtype == StorageDtype::Bf16 { bf16::from_f32(x).to_f32() } else { x };
         let rounded: Vec<f32> = match values {
-            WeightRows::Bf16(values) => values.iter().map(|x| x.to_f32()).collect(),
-            WeightRows::F16(values) => values.iter().map(|x| rounded(x.to_f32())).collect(),
-            WeightRows::F32(values) => values.iter().map(|x| rounded(*x)).collect(),
+            TensorView::Bf16(values) => values.iter().map(|x| x.to_f32()).collect(),
+            TensorView::F16(values) => values.iter().map(|x| rounded(x.to_f32())).collect(),
+            TensorView::F32(values) => values.iter().map(|x| rounded(*x)).collect(),
         };
         self.write(start, &rounded)
     }

@@ -5,21 +5,21 @@ use std::sync::Arc;
 
 use crate::Backend;
 use crate::activations::Activations;
+use crate::backend::broadcast::IsCancelled;
 use crate::backend::device::{DeviceImpl, DeviceOptions, ModelShape};
-use crate::backend::feed::{GiveUp, Place};
 use crate::backend::storage::MemoryImpl;
 use crate::borrowed::{BorrowedMemory, MemoryHandle};
-use crate::buffer::Buffer;
+use crate::broadcast::BroadcastReceiver;
+use crate::buffer::DeviceBuffer;
 use crate::error::DeviceError;
-use crate::feed::Feed;
-use crate::group::{Group, GroupId, Membership};
+use crate::group::{AllReduce, GroupId, Membership, RankGroup};
 use crate::kv_cache::KvCache;
 use crate::kv_layout::KvLayout;
 use crate::matrix::Matrix;
 use crate::ops::Ops;
 use crate::weights::MatrixShape;
 
-/// The device of one rank: what it can take, its memory and its operators. Clones are handles of the same device.
+/// The device of one rank: its limits, its memory and its operators. Clones are handles of the same device.
 #[derive(Clone)]
 pub struct Device(Arc<dyn DeviceImpl>);
 
@@ -36,13 +36,13 @@ impl Device {
     /// Whether it can run a model of this shape.
     ///
     /// # Errors
-    /// [`DeviceError::Unsupported`] naming the value that it cannot take.
+    /// [`DeviceError::Unsupported`] naming the value that it does not support.
     pub fn check(&self, model: &ModelShape) -> Result<(), DeviceError> {
         self.0.check(model)
     }
 
-    /// Bytes of its memory that nobody holds, other processes included, as its driver reports them. `None` where there
-    /// is no driver, or it has failed.
+    /// Bytes of its memory that no process uses, as its driver reports them. `None` where there is no driver, or it has
+    /// failed.
     pub fn free_bytes(&self) -> Option<u64> {
         self.0.free_bytes()
     }
@@ -52,32 +52,31 @@ impl Device {
         self.0.has_own_memory()
     }
 
-    /// Moves what its matrices and buffers hold, those that are not released, to memory of the host, so that the device
-    /// has theirs back. They must not be used until [`Device::bring_back`]. Does nothing on a device whose memory is
-    /// the host's.
+    /// Moves the contents of its matrices and buffers to host memory, except for released ones, and frees their device
+    /// memory. They must not be used until [`Device::bring_back`]. Does nothing on a device whose memory is the host's.
     ///
     /// # Errors
-    /// [`DeviceError::OutOfMemory`] if the host would then keep more than `most` bytes, or has not as much; nothing has
-    /// changed then.
+    /// [`DeviceError::OutOfMemory`] if the host would then keep more than `most` bytes, or has too little memory;
+    /// nothing has changed then.
     pub fn offload(&self, most: u64) -> Result<(), DeviceError> {
         self.0.offload(most)
     }
 
-    /// Bytes that the host keeps of what was offloaded.
+    /// Bytes of host memory that hold offloaded contents.
     pub fn offloaded_bytes(&self) -> u64 {
         self.0.offloaded_bytes()
     }
 
-    /// Brings what was offloaded back, to the same addresses.
+    /// Copies offloaded contents back, to the same addresses.
     ///
     /// # Errors
-    /// [`DeviceError::OutOfMemory`] if the device has not as much; nothing has changed then.
+    /// [`DeviceError::OutOfMemory`] if the device has too little memory; nothing has changed then.
     pub fn bring_back(&self) -> Result<(), DeviceError> {
         self.0.bring_back()
     }
 
-    /// What tells it from all other devices, whatever numbers processes give them: a UUID as text. `None` where memory
-    /// of other processes cannot be borrowed.
+    /// Its UUID as text, which identifies it in all processes. `None` where memory of other processes cannot be
+    /// borrowed.
     pub fn uuid(&self) -> Option<String> {
         self.0.uuid()
     }
@@ -91,7 +90,7 @@ impl Device {
         self.0.borrow_memory(handle)
     }
 
-    /// Bytes of its memory through which rows come that [`Matrix::copy_columns`] takes out of another device's.
+    /// Bytes of its memory that [`Matrix::copy_columns`] uses as a buffer for rows of another device.
     pub fn arriving_bytes(&self) -> usize {
         self.0.arriving_bytes()
     }
@@ -124,16 +123,16 @@ impl Device {
     /// A buffer of zeros.
     ///
     /// # Errors
-    /// If the device has not as much memory.
-    pub fn buffer(&self, len: usize) -> candle_core::Result<Buffer> {
-        Ok(Buffer::new(self.memory(), self.0.zeros(len)?))
+    /// If the device has too little memory.
+    pub fn buffer(&self, len: usize) -> candle_core::Result<DeviceBuffer> {
+        Ok(DeviceBuffer::new(self.memory(), self.0.zeros(len)?))
     }
 
     /// A buffer with these values.
     ///
     /// # Errors
-    /// If the device has not as much memory.
-    pub fn upload(&self, values: &[f32]) -> candle_core::Result<Buffer> {
+    /// If the device has too little memory.
+    pub fn upload(&self, values: &[f32]) -> candle_core::Result<DeviceBuffer> {
         let buffer = self.buffer(values.len())?;
         buffer.write(0, values)?;
         Ok(buffer)
@@ -142,13 +141,13 @@ impl Device {
     /// Zeros for activations, `[rows, width]` float32, aligned as the operators read them fastest.
     ///
     /// # Errors
-    /// If the device has not as much memory.
+    /// If the device has too little memory.
     pub fn activations(&self, rows: usize, width: usize) -> candle_core::Result<Activations> {
         self.0.activations(rows, width)
     }
 
-    /// The id of a new group of ranks on devices like this one, or `None` where ranks reach one another's activations
-    /// in the host's memory.
+    /// The id of a new group of ranks on devices of this kind, or `None` where ranks access one another's activations
+    /// in host memory.
     ///
     /// # Errors
     /// [`DeviceError::Unsupported`] if ranks cannot reach one another on this machine.
@@ -163,12 +162,12 @@ impl Device {
     ///
     /// # Panics
     /// If the id is not of such devices.
-    pub fn join(&self, membership: &Membership) -> candle_core::Result<Group> {
-        Ok(Group::new(self.0.join(membership)?, membership.rank, membership.world))
+    pub fn join(&self, membership: &Membership, all_reduce: AllReduce) -> candle_core::Result<RankGroup> {
+        Ok(RankGroup::new(self.0.join(membership, all_reduce)?, membership.rank, membership.world))
     }
 
-    /// Bytes of its memory that operators take at most while they run, beside their inputs and outputs; those of them
-    /// that [`Device::exchange_bytes`] counts are not in it.
+    /// Most bytes of its memory that operators take while they run, beside their inputs and outputs and
+    /// [`Device::exchange_bytes`].
     pub fn scratch_bytes(&self) -> usize {
         self.0.scratch_bytes()
     }
@@ -178,17 +177,21 @@ impl Device {
         self.0.exchange_bytes()
     }
 
-    /// Name of the library by which other processes can send to the device from theirs; `None` if they cannot.
-    pub fn feeds_by(&self) -> Option<&'static str> {
-        self.0.feeds_by()
+    /// Name of the library by which other processes can broadcast to the device; `None` if they cannot.
+    pub fn broadcast_library(&self) -> Option<&'static str> {
+        self.0.broadcast_library()
     }
 
-    /// Joins a group with another process; waits until all its ranks have, or `give_up` says so.
+    /// Joins a group whose rank 0 is another process; waits until all its ranks have joined, or `is_cancelled`.
     ///
     /// # Errors
-    /// [`DeviceError::Unsupported`] if the ranks cannot reach one another, or the wait was given up.
-    pub fn join_feed(&self, place: &Place, give_up: GiveUp<'_>) -> Result<Feed, DeviceError> {
-        self.0.join_feed(place, give_up).map(Feed::new)
+    /// [`DeviceError::Unsupported`] if the ranks cannot reach one another, or the wait was cancelled.
+    pub fn join_broadcast(
+        &self,
+        membership: &Membership,
+        is_cancelled: IsCancelled<'_>,
+    ) -> Result<BroadcastReceiver, DeviceError> {
+        self.0.join_broadcast(membership, is_cancelled).map(BroadcastReceiver::new)
     }
 
     fn memory(&self) -> Arc<dyn MemoryImpl> {
@@ -240,7 +243,7 @@ impl Devices {
         self.largest(|device| device.context_bytes(ranks))
     }
 
-    /// Bytes of their memory that are to be set aside because they give whole pages. 0 where the memory is the host's.
+    /// Bytes of their memory to reserve because they allocate whole pages. 0 where the memory is the host's.
     pub fn rounding_bytes(&self) -> u64 {
         self.largest(|device| device.rounding_bytes())
     }
@@ -252,14 +255,14 @@ impl Devices {
         self.memories().enumerate().map(|(rank, device)| device.0.host_bytes(logits(rank))).sum()
     }
 
-    /// Lets them take no more than `bytes` of their memory in all from now on, each the same: what does not fit is
-    /// refused with [`DeviceError::OutOfMemory`]. Does nothing where the memory is the host's.
+    /// Limits the memory that the process may take on them to `bytes` in all, the same on each: larger allocations fail
+    /// with [`DeviceError::OutOfMemory`]. Does nothing where the memory is the host's.
     pub fn limit(&self, bytes: u64) {
         let each = bytes / self.memories().count().max(1) as u64;
         self.memories().for_each(|device| device.0.limit(each));
     }
 
-    /// What all take if each takes as much as that which takes most.
+    /// The bytes of all devices if each takes as much as the largest.
     fn largest(&self, bytes: impl Fn(&dyn DeviceImpl) -> u64) -> u64 {
         let most = self.memories().map(|device| bytes(&*device.0)).max();
         most.map_or(0, |bytes| bytes * self.memories().count() as u64)
@@ -270,7 +273,7 @@ impl Devices {
         self.memories().map(|device| device.0.used_bytes()).sum()
     }
 
-    /// Gives what allocators keep of freed memory back to the system.
+    /// Returns the freed memory that allocators cache to the system.
     pub fn trim(&self) {
         self.memories().for_each(|device| device.0.trim());
     }

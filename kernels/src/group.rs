@@ -14,29 +14,37 @@ pub enum AllReduce {
     Library,
 }
 
-/// By which the ranks of one group find one another: bytes of the communication library.
+/// The id by which the ranks of one group find one another: bytes of the communication library.
 #[derive(Clone, Copy)]
 pub struct GroupId(pub [u8; 128]);
 
-/// What a rank says of itself when it joins a group.
+/// The collective of a group's ranks on the host, by which they agree on steps
+/// ([`Ops::capture_or_replay`](crate::Ops::capture_or_replay)).
+pub trait HostCollective {
+    /// Number of ranks.
+    fn world(&self) -> usize;
+    /// The minimum of `mine` over all ranks, once all have called it, each on its own thread. No device waits.
+    fn all_reduce_min(&self, mine: u32) -> u32;
+}
+
+/// A rank's place in a group that it joins.
 #[derive(Clone, Copy)]
 pub struct Membership {
     pub id: GroupId,
     pub rank: usize,
-    /// Number of ranks.
+    /// Number of ranks, those of other processes included.
     pub world: usize,
-    pub all_reduce: AllReduce,
 }
 
 /// The end of one rank in a group. All ranks make the same calls in the same order; each call is started on the rank's
 /// stream, and the host does not wait for it.
-pub struct Group {
+pub struct RankGroup {
     inner: Box<dyn GroupImpl>,
     rank: usize,
     world: usize,
 }
 
-impl Group {
+impl RankGroup {
     pub(crate) fn new(inner: Box<dyn GroupImpl>, rank: usize, world: usize) -> Self {
         Self { inner, rank, world }
     }
@@ -67,15 +75,15 @@ impl Group {
         self.inner.all_gather_columns(local, out)
     }
 
-    /// Takes the memory that calls reuse, where it is not there.
+    /// Allocates the memory that calls reuse, if it is not there yet.
     ///
     /// # Errors
-    /// If the device has not as much.
+    /// If the device has too little memory.
     pub fn restore(&self) -> Result<()> {
         self.inner.restore()
     }
 
-    /// Gives the memory back that calls reuse; the next one takes it again.
+    /// Frees the memory that calls reuse; the next one allocates it again.
     pub fn release(&self) {
         self.inner.release();
     }

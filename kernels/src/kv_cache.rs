@@ -26,7 +26,7 @@ impl KvCache {
         &self.layout
     }
 
-    /// Takes its memory, if it has none. What it holds then is unspecified.
+    /// Allocates its memory, if it has none; the content is unspecified.
     ///
     /// # Errors
     /// [`DeviceError::OutOfMemory`].

@@ -1,21 +1,6 @@
 //! The shape of a paged key-value cache.
 
-/// Type of stored keys and values.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum KvDtype {
-    Bf16,
-    F32,
-}
-
-impl KvDtype {
-    /// Bytes of one value.
-    pub fn bytes(self) -> usize {
-        match self {
-            KvDtype::Bf16 => 2,
-            KvDtype::F32 => 4,
-        }
-    }
-}
+use crate::values::StorageDtype;
 
 /// The shape of a layer's cache.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -25,13 +10,13 @@ pub struct KvLayout {
     pub block_size: usize,
     pub kv_heads: usize,
     pub head_dim: usize,
-    pub dtype: KvDtype,
+    pub dtype: StorageDtype,
 }
 
 impl KvLayout {
     /// Memory of one block of one layer: keys and values.
     pub fn bytes_per_block(&self) -> usize {
-        2 * self.block_len() * self.dtype.bytes()
+        2 * self.block_len() * self.dtype.size()
     }
 
     /// Elements of a block's keys, or of its values.

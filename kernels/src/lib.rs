@@ -1,22 +1,23 @@
 //! The devices that rollout-server runs on: one set of operators, and a room of this crate for each device.
 //!
-//! [`Backend`] is the closed set of devices. [`Backend::open`] gives a [`Device`], which says what it can take, has the
-//! memory ([`Matrix`], [`KvCache`], [`Buffer`]) and starts the operators of a rank ([`Ops`]). What is above this crate
-//! is written in these types alone. Activations are candle tensors of the device, made once and written in place.
+//! [`Backend`] is the closed set of devices. [`Backend::open`] returns a [`Device`], which checks that it supports a
+//! model, owns the memory ([`Matrix`], [`KvCache`], [`DeviceBuffer`]) and starts the operators of a rank ([`Ops`]). The
+//! crates above use these types alone. Activations are candle tensors of the device, allocated once and written in
+//! place.
 //!
-//! Whatever the device, every reduction order depends on nothing but the row's own inputs, so that a row's result is
-//! the same bits alone or in any batch.
+//! On every device, each reduction order depends only on the row's own inputs, so that a row's result has the same bits
+//! alone and in any batch.
 
 mod activations;
 mod backend;
 mod borrowed;
+mod broadcast;
 mod buffer;
 pub mod cpu;
 #[cfg(feature = "cuda")]
 mod cuda;
 mod device;
 mod error;
-mod feed;
 mod group;
 pub mod host;
 mod kv_cache;
@@ -28,29 +29,28 @@ mod reference;
 mod sampling;
 mod step;
 mod tensor;
+mod values;
 mod weights;
 
 pub use activations::Activations;
+pub use backend::broadcast::{Broadcast, IsCancelled, OnBytes};
 pub use backend::device::{AttentionKernel, DeviceOptions, ModelShape};
-pub use backend::feed::{Broadcast, GiveUp, Place, Take};
 pub use backend::storage::{BorrowedRows, Digested};
 pub use borrowed::{BorrowedMemory, MemoryHandle};
-pub use buffer::Buffer;
+pub use broadcast::BroadcastReceiver;
+pub use buffer::DeviceBuffer;
 pub use device::{Device, Devices};
 pub use error::{DeviceError, out_of_memory};
-pub use feed::Feed;
-pub use group::{AllReduce, Group, GroupId, Membership};
+pub use group::{AllReduce, GroupId, HostCollective, Membership, RankGroup};
 pub use kv_cache::KvCache;
-pub use kv_layout::{BlockCopy, KvDtype, KvLayout};
+pub use kv_layout::{BlockCopy, KvLayout};
 pub use matrix::Matrix;
-pub use merge::{LoraDelta, LowRank, Magnitude, Merge, MergeBase, ReadValues, Replacement, StoredValues, WeightChange};
+pub use merge::{LoraDelta, LowRank, Magnitude, Merge, MergeBase, ReadValues, Replacement, WeightChange};
 pub use ops::Ops;
 pub use sampling::{Distribution, Sampled, SampledTokens, SamplingTask, TokenLogprobs};
-pub use step::{AttentionSequence, AttentionShape, Least, Padding, RowTasks, Step, StepInput};
-pub use weights::{
-    Dtype, MAX_LEAVES, MatrixShape, ROW_GROUP, ReadRows, RowBits, WeightDtype, WeightRows, WriteElements,
-    reduction_leaves,
-};
+pub use step::{AttentionSequence, AttentionShape, Padding, RowTasks, Step, StepInput};
+pub use values::{Dtype, StorageDtype, TensorData, TensorView};
+pub use weights::{MAX_LEAVES, MatrixShape, ROW_GROUP, ReadRows, WriteElements, reduction_leaves};
 
 /// The devices there are. Another one is a room of this crate that implements the traits of `backend`, and a variant
 /// here.

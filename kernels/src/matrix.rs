@@ -1,11 +1,13 @@
 //! Weight matrices as handles of a device's storage.
 
 use std::any::Any;
+use std::ops::Range;
 use std::sync::Arc;
 
 use crate::backend::storage::{BorrowedRows, MatrixImpl, MemoryImpl};
 use crate::error::DeviceError;
-use crate::weights::{MatrixShape, RowBits, WeightRows};
+use crate::values::{TensorData, TensorView};
+use crate::weights::MatrixShape;
 
 /// Weights `[n, k]` of a linear layer or an embedding, as the device stores them.
 pub struct Matrix {
@@ -78,7 +80,7 @@ impl Matrix {
     ///
     /// # Panics
     /// If it is released, these are not whole rows, or they pass the end.
-    pub fn write_rows(&mut self, row0: usize, rows: WeightRows<'_>) {
+    pub fn write_rows(&mut self, row0: usize, rows: TensorView<'_>) {
         let k = self.k();
         self.write_columns(row0, rows, k, 0);
     }
@@ -88,7 +90,7 @@ impl Matrix {
     /// # Panics
     /// If it is released, these are not whole rows, they pass the end, or have fewer columns than the matrix from
     /// `first_column` on.
-    pub fn write_columns(&mut self, row0: usize, rows: WeightRows<'_>, width: usize, first_column: usize) {
+    pub fn write_columns(&mut self, row0: usize, rows: TensorView<'_>, width: usize, first_column: usize) {
         self.storage.as_deref_mut().expect(RELEASED).write_columns(row0, rows, width, first_column);
     }
 
@@ -119,12 +121,20 @@ impl Matrix {
         self.storage.as_deref_mut().expect(RELEASED).copy_columns(row0, from, first_column)
     }
 
-    /// Copies whole rows from `row0` on as they are stored; bfloat16 may also be read as float32, which is exact.
+    /// The stored values of whole rows.
     ///
     /// # Panics
-    /// If it is released, `out` is not of whole rows, passes the end, or is bfloat16 for a float32 matrix.
-    pub fn read_rows(&self, row0: usize, out: RowBits<'_>) {
-        self.storage.as_deref().expect(RELEASED).read_rows(row0, out);
+    /// If it is released, or the rows pass the end.
+    pub fn read_rows(&self, rows: Range<usize>) -> TensorData<'static> {
+        self.storage.as_deref().expect(RELEASED).read_rows(rows)
+    }
+
+    /// Copies whole rows from `row0` on as float32, which is exact.
+    ///
+    /// # Panics
+    /// If it is released, or `out` is not of whole rows or passes the end.
+    pub fn read_f32(&self, row0: usize, out: &mut [f32]) {
+        self.storage.as_deref().expect(RELEASED).read_f32(row0, out);
     }
 
     /// The device's own storage.
@@ -148,7 +158,7 @@ const RELEASED: &str = "a matrix is used while it is released";
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::WeightDtype;
+    use crate::StorageDtype;
     use crate::{Backend, DeviceOptions};
 
     #[test]
@@ -156,21 +166,21 @@ mod tests {
         let options = DeviceOptions::default();
         for backend in Backend::ALL {
             let device = backend.open(&options).unwrap();
-            let shape = MatrixShape { dtype: WeightDtype::F32, n: 20, k: 9, leaves: 1 };
+            let shape = MatrixShape { dtype: StorageDtype::F32, n: 20, k: 9, leaves: 1 };
             let mut matrix = device.matrix(shape);
             matrix.restore().unwrap();
-            matrix.write_rows(0, WeightRows::F32(&[1.5; 180]));
+            matrix.write_rows(0, TensorView::F32(&[1.5; 180]));
             matrix.restore().unwrap();
             let read = |matrix: &Matrix| {
                 let mut values = [f32::NAN; 180];
-                matrix.read_rows(0, RowBits::F32(&mut values));
+                matrix.read_f32(0, &mut values);
                 values
             };
             assert_eq!(read(&matrix), [1.5; 180]);
             matrix.release();
             matrix.restore().unwrap();
             assert_eq!(read(&matrix), [0.0; 180]);
-            matrix.write_rows(19, WeightRows::F32(&[2.5; 9]));
+            matrix.write_rows(19, TensorView::F32(&[2.5; 9]));
             assert_eq!(read(&matrix)[171..], [2.5; 9]);
             let like = matrix.zeros_like().unwrap();
             assert_eq!((read(&like), like.shape(), like.bytes()), ([0.0; 180], shape, matrix.bytes()));

@@ -1,46 +1,13 @@
-//! What a LoRA adapter does to one weight, and where the weight's base is read.
+//! Merging a LoRA adapter into one weight: the change, and the base that it applies to.
 
 use std::ops::Range;
 
 use candle_core::Tensor;
-use half::{bf16, f16};
 
 use crate::matrix::Matrix;
-use crate::weights::Dtype;
+use crate::values::{Dtype, TensorData};
 
-/// Values in the host's memory as they came.
-#[derive(Debug)]
-pub enum StoredValues {
-    F32(Vec<f32>),
-    F16(Vec<f16>),
-    Bf16(Vec<bf16>),
-}
-
-impl StoredValues {
-    /// Memory of the values.
-    pub fn bytes(&self) -> usize {
-        match self {
-            Self::F32(values) => size_of_val(&values[..]),
-            Self::F16(values) => size_of_val(&values[..]),
-            Self::Bf16(values) => size_of_val(&values[..]),
-        }
-    }
-
-    /// Copies the values from `start` on to `out`, as float32: exact.
-    ///
-    /// # Panics
-    /// If they pass the end.
-    pub fn read(&self, start: usize, out: &mut [f32]) {
-        let range = start..start + out.len();
-        match self {
-            Self::F32(values) => out.copy_from_slice(&values[range]),
-            Self::F16(values) => out.iter_mut().zip(&values[range]).for_each(|(out, x)| *out = x.to_f32()),
-            Self::Bf16(values) => out.iter_mut().zip(&values[range]).for_each(|(out, x)| *out = x.to_f32()),
-        }
-    }
-}
-
-/// What an adapter does to one weight: values that replace the base's, then a delta that is added.
+/// An adapter's change of one weight: values that replace the base's, then a delta that is added.
 #[derive(Debug)]
 pub struct WeightChange {
     pub replacement: Option<Replacement>,
@@ -51,11 +18,11 @@ pub struct WeightChange {
 #[derive(Debug)]
 pub struct Replacement {
     /// `[rows, cols]`, row-major, in the serving precision or in a lower one.
-    pub values: StoredValues,
+    pub values: TensorData<'static>,
     pub cols: usize,
 }
 
-/// What an adapter adds to a weight.
+/// The delta that an adapter adds to a weight.
 #[derive(Debug)]
 pub enum LoraDelta {
     LowRank(LowRank),
@@ -85,9 +52,9 @@ pub struct LowRank {
 pub struct Magnitude {
     /// `[rows]`
     pub lengths: Vec<f32>,
-    /// To what PyTorch rounds `w + delta` and its norm.
+    /// The dtype to which PyTorch rounds `w + delta` and its norm.
     pub sum: Dtype,
-    /// To what it rounds length by norm.
+    /// The dtype to which it rounds length by norm.
     pub factor: Dtype,
 }
 
@@ -124,7 +91,7 @@ impl WeightChange {
     pub fn apply_to_vector(&self, rows: Range<usize>, values: &mut [f32]) {
         if let Some(replacement) = &self.replacement {
             assert_eq!(replacement.cols, 1, "columns of a vector");
-            replacement.values.read(rows.start, values);
+            replacement.values.read_f32(rows.start, values);
         }
         match &self.delta {
             None => {}
@@ -137,8 +104,8 @@ impl WeightChange {
 }
 
 impl LowRank {
-    /// Whether the layer's output for `x` is that of the base plus `scaling * b (a x)`, so that the adapter can be
-    /// applied unmerged.
+    /// Whether the layer's output for `x` is the base's plus `scaling * b (a x)`, so that the adapter can be applied
+    /// unmerged.
     pub fn is_plain(&self) -> bool {
         self.linear && self.magnitude.is_none()
     }

@@ -8,17 +8,18 @@ use candle_core::{Error, Result, Tensor};
 use tracing::{Span, trace_span};
 
 use crate::backend::operators::OpsImpl;
-use crate::buffer::Buffer;
+use crate::buffer::DeviceBuffer;
+use crate::group::HostCollective;
 use crate::kv_cache::KvCache;
 use crate::kv_layout::BlockCopy;
 use crate::matrix::Matrix;
 use crate::merge::Merge;
 use crate::sampling::Sampled;
-use crate::step::{AttentionSequence, AttentionShape, Least, Padding, Step, StepInput};
+use crate::step::{AttentionSequence, AttentionShape, Padding, Step, StepInput};
 use crate::weights::{ReadRows, WriteElements};
 
-/// The operators of one rank. Each that a step uses is a trace-level span, which costs the comparison of two levels
-/// while nobody listens.
+/// The operators of one rank. Each operator of a step is a trace-level span, which costs one comparison while spans are
+/// off.
 pub struct Ops(Box<dyn OpsImpl>);
 
 impl Ops {
@@ -26,7 +27,7 @@ impl Ops {
         Self(ops)
     }
 
-    /// Makes a step ready: the operators take their indices from what this gives.
+    /// Prepares a step, from which the operators take their indices.
     ///
     /// # Errors
     /// If the device fails.
@@ -35,10 +36,10 @@ impl Ops {
         Ok(Step::new(input, input.tokens.len(), prepared))
     }
 
-    /// As [`Ops::prepare`], for a step in which each sequence has one row, like many others: where the device repeats
-    /// passes ([`Ops::pass`]) it may get rows behind those of its input, so that there are fewer kinds of steps. What
-    /// operators compute for these is read by nobody, and nothing of them is written to a cache. The step lasts until
-    /// the next is prepared so.
+    /// As [`Ops::prepare`], for a step with one row per sequence, as most decode steps are. A device that replays
+    /// graphs ([`Ops::capture_or_replay`]) may pad it with rows behind those of its input, so that steps have fewer
+    /// shapes. The outputs of these rows are never read, and their keys and values are never written to a cache. The
+    /// step lasts until the next padded step is prepared.
     ///
     /// # Errors
     /// If the device fails.
@@ -50,57 +51,57 @@ impl Ops {
         Ok(Step::new(input, rows, prepared))
     }
 
-    /// Does what `launches` does, operators of a prepared step and nothing else. For a padded step the device may
-    /// record it, and repeat what it has recorded for the next such steps instead: those passes must be of the same
-    /// operators, matrices, buffers and caches, until [`Ops::forget_passes`].
+    /// Runs `launches`, which calls operators of a prepared step and nothing else. For a padded step the device may
+    /// capture them as a graph, and replay the graph for later padded steps of the same shape: until
+    /// [`Ops::drop_graphs`], these must use the same operators, matrices, buffers and caches.
     ///
-    /// `ranks` is `None` for a rank alone. In a [`Group`](crate::Group), whose calls `launches` may make too, all ranks
-    /// make passes over the same steps, and agree by `ranks` on each whether it is recorded or repeated.
+    /// In a [`RankGroup`](crate::RankGroup), whose collectives `launches` may call too, all ranks run the same steps,
+    /// and agree by `ranks` whether each is captured or replayed.
     ///
     /// # Errors
-    /// Those of `launches`; or if the device fails. The other ranks of a group may wait for this one then, as they
-    /// would in a call of the group.
-    pub fn pass<E: From<Error>>(
+    /// Those of `launches`, or if the device fails. The other ranks of a group may then wait for this one, as in a
+    /// collective.
+    pub fn capture_or_replay<E: From<Error>>(
         &self,
         step: &Step<'_>,
-        ranks: Option<Least<'_>>,
+        ranks: &dyn HostCollective,
         mut launches: impl FnMut() -> std::result::Result<(), E>,
     ) -> std::result::Result<(), E> {
         let mut done = Ok(());
-        let passed = self.0.pass(step, ranks, &mut || {
+        let result = self.0.capture_or_replay(step, ranks, &mut || {
             done = launches();
             done.is_ok()
         });
         done?;
-        Ok(passed?)
+        Ok(result?)
     }
 
-    /// Whether a padded step's tasks are answered in its pass, by [`Ops::sample_in_pass`] for all of its rows, and read
-    /// by [`Ops::sampled`]; where not, [`Ops::sample`] answers them behind it.
-    pub fn samples_in_pass(&self, step: &Step<'_>) -> bool {
-        self.0.samples_in_pass(step)
+    /// Whether the graph of a padded step also answers its tasks: by [`Ops::sample_in_graph`] for all of its rows, to
+    /// be read by [`Ops::sampled`]. Otherwise [`Ops::sample`] answers them after the graph.
+    pub fn samples_in_graph(&self, step: &Step<'_>) -> bool {
+        self.0.samples_in_graph(step)
     }
 
-    /// Answers the tasks of these rows of the step from their logits `[rows, vocabulary]`, in a pass.
+    /// Answers the tasks of these rows of the step from their logits `[rows, vocabulary]`, as a part of its graph.
     ///
     /// # Panics
-    /// If the step's tasks are not answered in passes.
-    pub fn sample_in_pass(&self, logits: &Tensor, step: &Step<'_>, rows: Range<usize>) -> Result<()> {
+    /// If the step's graph does not answer tasks ([`Ops::samples_in_graph`]).
+    pub fn sample_in_graph(&self, logits: &Tensor, step: &Step<'_>, rows: Range<usize>) -> Result<()> {
         let _span = trace_span!("sampling").entered();
-        self.0.sample_in_pass(logits, step, rows)
+        self.0.sample_in_graph(logits, step, rows)
     }
 
-    /// The answers to a step's tasks, after the pass that has answered them.
+    /// The answers to a step's tasks, after [`Ops::sample_in_graph`] for all of its rows.
     ///
     /// # Panics
-    /// As [`Ops::sample_in_pass`].
+    /// As [`Ops::sample_in_graph`].
     pub fn sampled<'a>(&'a self, step: &'a Step<'_>) -> Result<Sampled<'a>> {
         self.0.sampled(step)
     }
 
-    /// Says that what passes use is going to change: what was recorded is not repeated.
-    pub fn forget_passes(&self) {
-        self.0.forget_passes();
+    /// Drops all graphs, because the memory that they use is about to change.
+    pub fn drop_graphs(&self) {
+        self.0.drop_graphs();
     }
 
     /// `out[i]` = row `token of row i - first_token` of `table`, or zeros if the table has no such row.
@@ -110,7 +111,7 @@ impl Ops {
     }
 
     /// `out = x wᵀ + bias`.
-    pub fn linear(&self, x: &Tensor, w: &Matrix, bias: Option<&Buffer>, out: &Tensor) -> Result<()> {
+    pub fn linear(&self, x: &Tensor, w: &Matrix, bias: Option<&DeviceBuffer>, out: &Tensor) -> Result<()> {
         let _span = linear_span(x, w).entered();
         self.0.linear(x, w, bias, out)
     }
@@ -120,7 +121,7 @@ impl Ops {
         &self,
         x: &Tensor,
         w: &Matrix,
-        bias: Option<&Buffer>,
+        bias: Option<&DeviceBuffer>,
         gate_up: &Tensor,
         out: &Tensor,
     ) -> Result<()> {
@@ -135,7 +136,7 @@ impl Ops {
     }
 
     /// `out = x / rms(x) * weight` by row.
-    pub fn rms_norm(&self, x: &Tensor, weight: &Buffer, eps: f32, out: &Tensor) -> Result<()> {
+    pub fn rms_norm(&self, x: &Tensor, weight: &DeviceBuffer, eps: f32, out: &Tensor) -> Result<()> {
         let _span = trace_span!("rms_norm").entered();
         self.0.rms_norm(x, weight, eps, out)
     }
@@ -145,8 +146,8 @@ impl Ops {
         &self,
         residual: &Tensor,
         x: &Tensor,
-        bias: Option<&Buffer>,
-        weight: &Buffer,
+        bias: Option<&DeviceBuffer>,
+        weight: &DeviceBuffer,
         eps: f32,
         out: &Tensor,
     ) -> Result<()> {
@@ -155,14 +156,21 @@ impl Ops {
     }
 
     /// Normalises each head of `x` (`[rows, heads * weight.len()]`) in place.
-    pub fn rms_norm_heads(&self, x: &Tensor, weight: &Buffer, eps: f32) -> Result<()> {
+    pub fn rms_norm_heads(&self, x: &Tensor, weight: &DeviceBuffer, eps: f32) -> Result<()> {
         let _span = trace_span!("rms_norm_heads").entered();
         self.0.rms_norm_heads(x, weight, eps)
     }
 
     /// Rotates each head of `x` (`[rows, heads * head_dim]`) in place by the position of its row; `cos` and `sin` are
     /// `[positions, head_dim / 2]`.
-    pub fn rope(&self, x: &Tensor, head_dim: usize, step: &Step<'_>, cos: &Buffer, sin: &Buffer) -> Result<()> {
+    pub fn rope(
+        &self,
+        x: &Tensor,
+        head_dim: usize,
+        step: &Step<'_>,
+        cos: &DeviceBuffer,
+        sin: &DeviceBuffer,
+    ) -> Result<()> {
         let _span = trace_span!("rope").entered();
         self.0.rope(x, head_dim, step, cos, sin)
     }

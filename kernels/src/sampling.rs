@@ -1,4 +1,4 @@
-//! From rows of logits to tokens and their log-probabilities: what is asked, and what comes back.
+//! From rows of logits to tokens and their log-probabilities: tasks and answers.
 //!
 //! The steps of a [`SamplingTask`], in this order (vLLM's, where both have the step):
 //!
@@ -14,8 +14,8 @@
 //! The most likely tokens and the token's rank are of the raw or of the processed distribution ([`Distribution`]), by
 //! their logits: a token of a higher logit is more likely even where the float32 log-probabilities are equal.
 //!
-//! The answer is a pure function of (row, task): the draw uses one uniform number made from (seed, output index), so it
-//! does not matter what else runs, or when. Scoring a token and sampling it give the same bits.
+//! The answer is a pure function of (row, task): the draw uses one uniform number made from (seed, output index), so
+//! other requests, and timing, have no effect on it. Scoring a token and sampling it give the same bits.
 //!
 //! Cases at the edge:
 //! - Temperature 0 takes the highest edited logit; filters cannot change that. It has processed log-probability 0, any
@@ -148,7 +148,7 @@ impl TokenLogprobs {
 
     /// Bytes of the heap that it takes beside its own.
     pub fn heap_bytes(&self) -> usize {
-        /// What the allocator keeps of each block for itself.
+        /// The allocator's own bytes of each block.
         const HEADER: usize = 16;
         if self.top.is_empty() { 0 } else { size_of_val(&self.top[..]) + HEADER }
     }

@@ -1,4 +1,4 @@
-//! What one step computes, as the host says it and as a device has prepared it.
+//! One step, as the host describes it and as a device has prepared it.
 
 use std::any::Any;
 use std::ops::Range;
@@ -17,7 +17,7 @@ pub struct AttentionSequence<'a> {
     pub block_table: &'a [u32],
 }
 
-/// What is the same for all sequences; the number of KV heads and `head_dim` are the cache's.
+/// Values that all sequences share; the number of KV heads and `head_dim` are the cache's.
 #[derive(Clone, Copy, Debug)]
 pub struct AttentionShape {
     /// Query heads, a multiple of the KV heads.
@@ -28,7 +28,7 @@ pub struct AttentionShape {
     pub sliding_window: Option<usize>,
 }
 
-/// A row of which logits are wanted, and what is asked of them.
+/// A row whose logits are wanted, and the tasks on them.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct RowTasks {
     /// Index of the row in the batch.
@@ -37,7 +37,7 @@ pub struct RowTasks {
     pub tasks: Range<usize>,
 }
 
-/// One step as the host says it: a flat batch of rows, those of all sequences behind each other.
+/// One step as the host describes it: a flat batch of rows, those of all sequences behind each other.
 #[derive(Clone, Copy)]
 pub struct StepInput<'a> {
     /// Token of each row.
@@ -50,28 +50,24 @@ pub struct StepInput<'a> {
     pub sequences: &'a [AttentionSequence<'a>],
     /// In the order of their rows.
     pub logits: &'a [RowTasks],
-    /// What is asked of the rows of `logits`, in their order.
+    /// The tasks on the rows of `logits`, in their order.
     pub tasks: &'a [SamplingTask<'a>],
 }
 
-/// What a step may be padded to ([`Ops::prepare_padded`](crate::Ops::prepare_padded)).
+/// How a step may be padded ([`Ops::prepare_padded`](crate::Ops::prepare_padded)).
 #[derive(Clone, Copy, Debug)]
 pub struct Padding {
     /// Rows that there are buffers for.
     pub most_rows: usize,
     /// Columns of logits.
     pub vocabulary: usize,
-    /// What launches depend on that is neither in the step nor in the weights: passes over steps of different kinds
-    /// start other operators. The same on all ranks.
-    pub kind: Option<u64>,
+    /// Tells graphs of the same shape apart: steps of different variants launch different operators. The same on all
+    /// ranks.
+    pub variant: Option<u64>,
 }
 
-/// The least of what all ranks of a group say, on the host: each rank calls it on its own thread, and gets an answer
-/// when all have ([`Ops::pass`](crate::Ops::pass)).
-pub type Least<'a> = &'a dyn Fn(u32) -> u32;
-
-/// A step that a device has prepared ([`Ops::prepare`](crate::Ops::prepare)): what its operators take their indices
-/// from.
+/// A step that a device has prepared ([`Ops::prepare`](crate::Ops::prepare)), from which its operators take their
+/// indices.
 pub struct Step<'a> {
     input: StepInput<'a>,
     rows: usize,
@@ -93,7 +89,7 @@ impl<'a> Step<'a> {
         &self.input
     }
 
-    /// What the device has made of it.
+    /// The device's own form of it.
     ///
     /// # Panics
     /// If another device has prepared it.

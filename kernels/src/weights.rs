@@ -1,8 +1,8 @@
-//! Shapes of weight matrices, and their rows in the host's memory.
+//! Shapes of weight matrices, and callbacks that read and write their rows.
 
 use std::ops::Range;
 
-use half::{bf16, f16};
+use crate::values::{StorageDtype, TensorView};
 
 /// Rows of a matrix that are written fastest together: runs of whole groups, from the first row on.
 pub const ROW_GROUP: usize = 16;
@@ -17,45 +17,10 @@ pub fn reduction_leaves(k: usize) -> usize {
     [8, 4, 2].into_iter().find(fits).unwrap_or(1)
 }
 
-/// Type of stored weights.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum WeightDtype {
-    Bf16,
-    F32,
-}
-
-impl WeightDtype {
-    /// Bytes of one weight.
-    pub fn bytes(self) -> usize {
-        match self {
-            WeightDtype::Bf16 => 2,
-            WeightDtype::F32 => 4,
-        }
-    }
-}
-
-/// A type that values are rounded to or come in.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Dtype {
-    F32,
-    F16,
-    Bf16,
-}
-
-impl Dtype {
-    /// Bytes of one value.
-    pub fn size(self) -> usize {
-        match self {
-            Self::F32 => 4,
-            Self::F16 | Self::Bf16 => 2,
-        }
-    }
-}
-
 /// The shape of a weight matrix.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct MatrixShape {
-    pub dtype: WeightDtype,
+    pub dtype: StorageDtype,
     /// Output features: rows of the matrix, columns of the product.
     pub n: usize,
     /// Input features.
@@ -65,64 +30,13 @@ pub struct MatrixShape {
     pub leaves: usize,
 }
 
-/// Whole rows of a matrix in the host's memory, one after the other.
-#[derive(Clone, Copy)]
-pub enum WeightRows<'a> {
-    Bf16(&'a [bf16]),
-    F16(&'a [f16]),
-    F32(&'a [f32]),
-}
-
-impl<'a> WeightRows<'a> {
-    /// Number of values.
-    pub fn len(&self) -> usize {
-        match self {
-            WeightRows::Bf16(rows) => rows.len(),
-            WeightRows::F16(rows) => rows.len(),
-            WeightRows::F32(rows) => rows.len(),
-        }
-    }
-
-    pub fn is_empty(&self) -> bool {
-        self.len() == 0
-    }
-
-    /// Some of the values.
-    ///
-    /// # Panics
-    /// If `range` passes the end.
-    pub fn part(self, range: Range<usize>) -> WeightRows<'a> {
-        match self {
-            WeightRows::Bf16(values) => WeightRows::Bf16(&values[range]),
-            WeightRows::F16(values) => WeightRows::F16(&values[range]),
-            WeightRows::F32(values) => WeightRows::F32(&values[range]),
-        }
-    }
-}
-
-/// Where rows of a matrix are copied to, in the host's memory, as they are stored.
-pub enum RowBits<'a> {
-    Bf16(&'a mut [bf16]),
-    F32(&'a mut [f32]),
-}
-
-impl RowBits<'_> {
-    /// Number of values.
-    pub fn len(&self) -> usize {
-        match self {
-            RowBits::Bf16(rows) => rows.len(),
-            RowBits::F32(rows) => rows.len(),
-        }
-    }
-
-    pub fn is_empty(&self) -> bool {
-        self.len() == 0
-    }
-}
-
 /// Called with a range of rows, calls the function it is given with the values of those rows. Called from several
 /// threads.
-pub type ReadRows<'a> = dyn Fn(Range<usize>, &mut dyn FnMut(WeightRows<'_>)) + Sync + 'a;
+pub type ReadRows<'a> = dyn Fn(Range<usize>, &mut dyn FnMut(TensorView<'_>)) + Sync + 'a;
+
+/// Computes the values of a range of whole rows into a row-major slice, whose content is unspecified before. It is
+/// called from several threads.
+pub type FillRows<'a> = dyn Fn(Range<usize>, &mut [f32]) + Sync + 'a;
 
 /// Called with a range of rows, calls the function it is given with (row, column, value) of each element of those rows
 /// that changes. Called from several threads.

@@ -4,24 +4,24 @@ mod common;
 
 use common::{Case, Random, Rank, close, devices, of_device, reference, values_of};
 use rollout_kernels::{
-    AttentionKernel, AttentionSequence, AttentionShape, Backend, DeviceOptions, Distribution, Dtype, KvCache, KvDtype,
-    KvLayout, LoraDelta, LowRank, Magnitude, Matrix, MatrixShape, Merge, MergeBase, Replacement, RowBits, RowTasks,
-    SamplingTask, StepInput, StoredValues, TokenLogprobs, WeightChange, WeightDtype, WeightRows, reduction_leaves,
+    AttentionKernel, AttentionSequence, AttentionShape, Backend, DeviceOptions, Distribution, Dtype, KvCache, KvLayout,
+    LoraDelta, LowRank, Magnitude, Matrix, MatrixShape, Merge, MergeBase, Replacement, RowTasks, SamplingTask,
+    StepInput, StorageDtype, TensorData, TensorView, TokenLogprobs, WeightChange, reduction_leaves,
 };
 
-const DTYPES: [WeightDtype; 2] = [WeightDtype::Bf16, WeightDtype::F32];
+const DTYPES: [StorageDtype; 2] = [StorageDtype::Bf16, StorageDtype::F32];
 
 /// A matrix of these weights.
 fn matrix(rank: &Rank, shape: MatrixShape, weights: &[f32]) -> Matrix {
     let mut matrix = rank.device.zeros(shape).unwrap();
-    matrix.write_rows(0, WeightRows::F32(weights));
+    matrix.write_rows(0, TensorView::F32(weights));
     matrix
 }
 
 /// All values of a matrix.
 fn stored(matrix: &Matrix) -> Vec<f32> {
     let mut values = vec![f32::NAN; matrix.n() * matrix.k()];
-    matrix.read_rows(0, RowBits::F32(&mut values));
+    matrix.read_f32(0, &mut values);
     values
 }
 
@@ -46,7 +46,7 @@ fn linear_layers_are_those_of_the_reference() {
             let (x, weights, bias) = (random.normals(m * k, 1.0), random.normals(n * k, 1.0), random.normals(n, 1.0));
             for rank in devices() {
                 // What the device multiplies: some round the input to bfloat16 first.
-                let seen = if dtype == WeightDtype::Bf16 { rank.seen(&x) } else { x.clone() };
+                let seen = if dtype == StorageDtype::Bf16 { rank.seen(&x) } else { x.clone() };
                 let product = |rank: &Rank, x: &[f32], weights: &[f32], bias: &[f32]| {
                     let (x, out) = (rank.tensor(x, m, k), rank.zeros(m, n));
                     let bias = rank.device.upload(bias).unwrap();
@@ -74,7 +74,7 @@ fn gated_layers_are_those_of_the_reference() {
         let gate_up = random.normals(rows * 2 * width, 3.0);
         let k = 24;
         let (x, weights) = (random.normals(rows * k, 1.0), random.normals(2 * width * k, 0.3));
-        let shape = MatrixShape { dtype: WeightDtype::F32, n: 2 * width, k, leaves: 1 };
+        let shape = MatrixShape { dtype: StorageDtype::F32, n: 2 * width, k, leaves: 1 };
         let run = |rank: &Rank| {
             let (alone, fused) = (rank.zeros(rows, width), rank.zeros(rows, width));
             rank.ops.silu_mul(&rank.tensor(&gate_up, rows, 2 * width), &alone).unwrap();
@@ -151,7 +151,7 @@ fn rows_and_their_rotations_are_those_of_the_reference() {
             let [cos, sin] = [&cos, &sin].map(|table| rank.device.upload(table).unwrap());
             let wide = rank.tensor(&x, rows, width + 6);
             rank.ops.rope(&wide.narrow(1, 0, width).unwrap(), head_dim, &step, &cos, &sin).unwrap();
-            let shape = MatrixShape { dtype: WeightDtype::F32, n: 40, k: width, leaves: 1 };
+            let shape = MatrixShape { dtype: StorageDtype::F32, n: 40, k: width, leaves: 1 };
             let (embedded, selected) = (rank.zeros(rows, width), rank.zeros(chosen.len(), width));
             rank.ops.embed(&matrix(rank, shape, &table), first_token, &step, &embedded).unwrap();
             rank.ops.select_logits_rows(&embedded, &step, 0..chosen.len(), &selected).unwrap();
@@ -202,7 +202,7 @@ fn attention_is_that_of_the_reference() {
         let mut random = Random::new(seed);
         let case = Case::new(&mut random);
         for rank in devices() {
-            let rounds = rank.rounds_activations() && case.dtype == KvDtype::Bf16;
+            let rounds = rank.rounds_activations() && case.dtype == StorageDtype::Bf16;
             let seen = if rounds { rank.seen(&case.q) } else { case.q.clone() };
             let found = attend(&rank, &case, &case.q, &case.v);
             let expected = attend(&reference, &case, &seen, &case.v);
@@ -236,7 +236,7 @@ fn changes(random: &mut Random, rows: usize, cols: usize) -> Vec<WeightChange> {
     let rounded = low_rank(vec![Dtype::F16], None);
     let lengths = (0..rows).map(|row| 1.0 + row as f32 / 100.0).collect();
     let dora = low_rank(vec![], Some(Magnitude { lengths, sum: Dtype::F32, factor: Dtype::F32 }));
-    let replacement = || Some(Replacement { values: StoredValues::F32(vec![0.25; rows * cols]), cols });
+    let replacement = || Some(Replacement { values: TensorData::F32(vec![0.25; rows * cols].into()), cols });
     let of = |delta| WeightChange { replacement: None, delta: Some(LoraDelta::LowRank(delta)) };
     vec![
         of(plain),
@@ -280,7 +280,7 @@ fn stored_merged_and_copied_weights_are_those_of_the_reference() {
                 read(0..rows, columns.clone(), &mut local);
                 rank.ops
                     .store_rows(&mut copy, 0..rows, &|rows, store| {
-                        store(WeightRows::F32(&local[rows.start * shape.k..rows.end * shape.k]));
+                        store(TensorView::F32(&local[rows.start * shape.k..rows.end * shape.k]));
                     })
                     .unwrap();
                 if !change.needs_whole_rows() {
@@ -303,7 +303,7 @@ fn stored_merged_and_copied_weights_are_those_of_the_reference() {
             for rank in devices() {
                 for (found, expected) in run(&rank).iter().zip(&expected) {
                     // One unit in the last place of what is stored, where rounding goes the other way.
-                    let unit = if dtype == WeightDtype::Bf16 { 1.0 / 128.0 } else { 2e-6 };
+                    let unit = if dtype == StorageDtype::Bf16 { 1.0 / 128.0 } else { 2e-6 };
                     let roundings = if change.low_rank().is_some_and(|l| !l.roundings.is_empty()) { 1e-3 } else { 0.0 };
                     let size = expected.abs();
                     let most = (unit * size + 2e-6).min(unit * size.max(1.0)) + roundings * size.max(1.0);

@@ -6,9 +6,9 @@ use std::ops::Range;
 use candle_core::Tensor;
 use rollout_kernels::cpu::Isa;
 use rollout_kernels::{
-    Activations, AttentionSequence, AttentionShape, Backend, BlockCopy, Device, DeviceOptions, Distribution, KvDtype,
-    KvLayout, LoraDelta, LowRank, Matrix, MatrixShape, Merge, MergeBase, Ops, RowBits, RowTasks, SamplingTask,
-    StepInput, WeightChange, WeightDtype, WeightRows, reduction_leaves,
+    Activations, AttentionSequence, AttentionShape, Backend, BlockCopy, Device, DeviceOptions, Distribution, KvLayout,
+    LoraDelta, LowRank, Matrix, MatrixShape, Merge, MergeBase, Ops, RowTasks, SamplingTask, StepInput, StorageDtype,
+    TensorView, WeightChange, reduction_leaves,
 };
 
 const EMPTY: StepInput<'static> =
@@ -43,9 +43,9 @@ impl Rank {
         tensor
     }
 
-    fn matrix(&self, dtype: WeightDtype, n: usize, k: usize) -> Matrix {
+    fn matrix(&self, dtype: StorageDtype, n: usize, k: usize) -> Matrix {
         let mut matrix = self.device.zeros(MatrixShape { dtype, n, k, leaves: reduction_leaves(k) }).unwrap();
-        matrix.write_rows(0, WeightRows::F32(&values(n * k)));
+        matrix.write_rows(0, TensorView::F32(&values(n * k)));
         matrix
     }
 
@@ -54,7 +54,7 @@ impl Rank {
     }
 
     /// Plain and gated linear layers.
-    fn linear(&mut self, dtype: WeightDtype, rows: usize) {
+    fn linear(&mut self, dtype: StorageDtype, rows: usize) {
         let (n, k) = (38, 36);
         let (x, w, bias) = (self.tensor(rows, k), self.matrix(dtype, n, k), self.device.upload(&values(n)).unwrap());
         let (out, gated) = (self.zeros(rows, n), self.zeros(rows, n / 2));
@@ -73,7 +73,7 @@ impl Rank {
         let weight = self.device.upload(&values(width)).unwrap();
         let head_weight = self.device.upload(&values(head_dim)).unwrap();
         let table = self.device.upload(&values(5 * head_dim / 2)).unwrap();
-        let embeddings = self.matrix(WeightDtype::Bf16, vocab, width);
+        let embeddings = self.matrix(StorageDtype::Bf16, vocab, width);
         let wanted = [RowTasks { row: 2, tasks: 0..0 }];
         let input = StepInput { tokens: &[3, 9, 0], positions: &[4, 0, 1], logits: &wanted, ..EMPTY };
         let step = self.ops.prepare(input).unwrap();
@@ -93,7 +93,7 @@ impl Rank {
     }
 
     /// Attention of two sequences that share a block, one of them with several rows, over a cache with a copied block.
-    fn attention(&mut self, dtype: KvDtype, sliding_window: Option<usize>) {
+    fn attention(&mut self, dtype: StorageDtype, sliding_window: Option<usize>) {
         let (heads, kv_heads, head_dim, block_size) = (4, 2, 16, 5);
         let mut cache = self.device.kv_cache(KvLayout { blocks: 5, block_size, kv_heads, head_dim, dtype });
         cache.restore().unwrap();
@@ -118,11 +118,11 @@ impl Rank {
     }
 
     /// Writing, copying, merging and reading weights.
-    fn weights(&mut self, dtype: WeightDtype) {
+    fn weights(&mut self, dtype: StorageDtype) {
         let (n, k, rank, rows) = (19, 21, 3, 2..18);
         let mut w = self.device.zeros(MatrixShape { dtype, n, k, leaves: 1 }).unwrap();
         let all = values(n * k);
-        let part = |rows: Range<usize>| WeightRows::F32(&all[rows.start * k..rows.end * k]);
+        let part = |rows: Range<usize>| TensorView::F32(&all[rows.start * k..rows.end * k]);
         self.ops.store_rows(&mut w, 0..n, &|rows, store| store(part(rows))).unwrap();
         let delta = LowRank {
             rank,
@@ -151,7 +151,7 @@ impl Rank {
         let out = self.zeros(n, k);
         self.ops.unpack(&w, &out).unwrap();
         let mut stored = vec![f32::NAN; n * k];
-        w.read_rows(0, RowBits::F32(&mut stored));
+        w.read_f32(0, &mut stored);
         assert_eq!(out.flatten_all().unwrap().to_vec1::<f32>().unwrap(), stored);
         self.found.extend(stored);
     }
@@ -193,13 +193,13 @@ impl Rank {
 
     /// The bits of what all operators give.
     fn run(mut self) -> Vec<u32> {
-        for (dtype, rows) in [(WeightDtype::Bf16, 1), (WeightDtype::F32, 5)] {
+        for (dtype, rows) in [(StorageDtype::Bf16, 1), (StorageDtype::F32, 5)] {
             self.linear(dtype, rows);
             self.weights(dtype);
         }
         self.rows();
-        self.attention(KvDtype::Bf16, None);
-        self.attention(KvDtype::F32, Some(7));
+        self.attention(StorageDtype::Bf16, None);
+        self.attention(StorageDtype::F32, Some(7));
         self.sampling();
         self.bits()
     }
@@ -224,7 +224,7 @@ fn every_operator_has_the_same_bits_on_every_kernel_and_number_of_threads() {
 fn threads_share_an_operator() {
     let [alone, together] = [1, 2].map(|threads| {
         let mut rank = Rank::new("scalar", threads);
-        rank.linear(WeightDtype::F32, 1);
+        rank.linear(StorageDtype::F32, 1);
         rank.bits()
     });
     assert!(alone == together);

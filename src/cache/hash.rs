@@ -4,7 +4,7 @@ use sha2::{Digest, Sha256};
 
 use crate::types::{MediaItem, TokenId};
 
-/// What the bits of KV depend on besides the tokens: the policy and the resident adapter that computed it. The hash
+/// The policy and the resident adapter that computed KV: its bits depend on them, besides the tokens. The hash
 /// chain of a sequence starts from its salt, so cached blocks of one policy can never be found by another. A policy is
 /// named by an epoch and not by its version, since a trainer that starts again may use a version twice.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]

@@ -1,4 +1,4 @@
-//! Bookkeeping of the paged KV cache: which physical block holds which tokens, who shares it, what is still findable.
+//! Bookkeeping of the paged KV cache: the tokens of each physical block, the sequences that share it, and its hash.
 //!
 //! Pure: nothing here touches KV bytes. A block is in one of two states:
 //!

@@ -16,7 +16,7 @@ pub struct BlockCounts {
     pub cached: usize,
 }
 
-/// What the pool knows of one block.
+/// The pool's state of one block.
 #[derive(Clone, Debug)]
 struct KvBlock {
     /// Number of block tables that contain it.
@@ -106,7 +106,7 @@ impl BlockPool {
     /// with the same prefix can reuse it.
     ///
     /// # Panics
-    /// If nobody holds the block.
+    /// If no table holds the block.
     pub fn release(&mut self, id: BlockId) {
         let refs = self.block(id).refs;
         assert!(refs > 0, "block {id} is released but nobody holds it");
@@ -125,7 +125,7 @@ impl BlockPool {
     /// this hash already.
     ///
     /// # Panics
-    /// If nobody holds the block, or it is registered already.
+    /// If no table holds the block, or it is registered already.
     pub fn register(&mut self, id: BlockId, hash: BlockHash) {
         assert!(self.block(id).refs > 0, "block {id} is registered but nobody holds it");
         assert!(!self.is_registered(id), "block {id} is registered twice");

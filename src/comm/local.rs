@@ -5,15 +5,16 @@ use std::sync::atomic::{AtomicPtr, Ordering};
 use std::sync::{Arc, Barrier};
 
 use candle_core::Tensor;
+use rollout_kernels::HostCollective;
 use rollout_kernels::host::{with_f32, with_f32_mut};
 use tracing::trace_span;
 
 use super::Communicator;
-use super::accord::Accord;
+use super::host::HostGroup;
 use crate::error::Result;
 
 /// The state that the ranks of one group share.
-struct Shared {
+struct LocalShared {
     barrier: Barrier,
     /// Each rank's buffer of the current operation; valid between the two barriers of that operation.
     buffers: Vec<AtomicPtr<f32>>,
@@ -22,19 +23,19 @@ struct Shared {
 /// The communicator of one rank in a group of threads.
 pub struct LocalGroup {
     rank: usize,
-    shared: Arc<Shared>,
-    accord: Accord,
+    shared: Arc<LocalShared>,
+    host: HostGroup,
 }
 
 impl LocalGroup {
     /// The communicators of a group of `world` ranks, to be moved to one thread each.
     pub fn create(world: usize) -> Vec<Self> {
-        let shared = Arc::new(Shared {
+        let shared = Arc::new(LocalShared {
             barrier: Barrier::new(world),
             buffers: (0..world).map(|_| AtomicPtr::new(std::ptr::null_mut())).collect(),
         });
-        let ranks = Accord::create(world).into_iter().enumerate();
-        ranks.map(|(rank, accord)| Self { rank, shared: shared.clone(), accord }).collect()
+        let ranks = HostGroup::create(world).into_iter().enumerate();
+        ranks.map(|(rank, host)| Self { rank, shared: shared.clone(), host }).collect()
     }
 
     /// Shows `buffer` to all ranks, runs `body` when every rank has shown its own, and returns when every rank has run
@@ -49,13 +50,19 @@ impl LocalGroup {
     }
 }
 
+impl HostCollective for LocalGroup {
+    fn world(&self) -> usize {
+        self.shared.buffers.len()
+    }
+
+    fn all_reduce_min(&self, mine: u32) -> u32 {
+        self.host.all_reduce_min(mine)
+    }
+}
+
 impl Communicator for LocalGroup {
     fn rank(&self) -> usize {
         self.rank
-    }
-
-    fn world(&self) -> usize {
-        self.shared.buffers.len()
     }
 
     fn all_reduce_sum(&self, x: &Tensor) -> Result<()> {
@@ -92,7 +99,7 @@ impl Communicator for LocalGroup {
                     for (r, row) in out.chunks_exact_mut(columns * world).enumerate() {
                         for (part, buffer) in row.chunks_exact_mut(columns).zip(buffers) {
                             // SAFETY: every rank shows a `[rows, columns]` buffer, which lives until the closing
-                            // barrier and which nobody writes before that.
+                            // barrier and which no rank writes before that.
                             part.copy_from_slice(unsafe {
                                 std::slice::from_raw_parts(buffer.add(r * columns).cast_const(), columns)
                             });
@@ -102,10 +109,6 @@ impl Communicator for LocalGroup {
             })
         })??;
         Ok(())
-    }
-
-    fn least(&self, mine: u32) -> u32 {
-        self.accord.least(mine)
     }
 }
 

@@ -13,7 +13,7 @@ use super::requests::Requests;
 use super::telemetry::Telemetry;
 use crate::clock::Clock;
 use crate::error::{Error, Result, panic_message};
-use crate::executor::{Executor, Memory, Released, WeightOrder};
+use crate::executor::{Executor, MemoryKind, Released, WeightOrder};
 use crate::memory::{MemoryBudget, MemoryUse, Traffic};
 use crate::observe::{Metrics, Observer, Recorder};
 use crate::scheduler::{RunningKv, Scheduler};
@@ -331,8 +331,8 @@ impl<X: Executor> EngineCore<X> {
 
     /// Drops the content of the weights, and makes the checkpoint the base that the next load reads.
     pub fn reset_base(&mut self) -> Attempt<()> {
-        self.release_memory(Memory::WeightsAndBase)?;
-        self.executor.restore(Memory::Weights).map_err(Failure::Fatal)?;
+        self.release_memory(MemoryKind::WeightsAndBase)?;
+        self.executor.restore(MemoryKind::Weights).map_err(Failure::Fatal)?;
         self.budget.free(MemoryUse::Offloaded);
         self.forget_policy();
         Ok(())
@@ -340,7 +340,7 @@ impl<X: Executor> EngineCore<X> {
 
     /// Releases memory. The device may move some of it to the host's memory, so all that is left of that is reserved
     /// first, and lowered to what was taken.
-    pub fn release_memory(&mut self, memory: Memory) -> Attempt<Released> {
+    pub fn release_memory(&mut self, memory: MemoryKind) -> Attempt<Released> {
         let held = self.budget.reserved(MemoryUse::Offloaded);
         let most = held + self.budget.remaining_for(MemoryUse::Offloaded);
         self.budget.set(MemoryUse::Offloaded, most).expect("it is what is left");

@@ -3,6 +3,7 @@
 
 use super::command::{LifecycleStatus, SleepLevel, WakeTags};
 use crate::error::{Error, Result};
+use crate::observe::PushKind;
 
 /// State of the lifecycle, which says what the engine may do.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -13,7 +14,7 @@ pub enum State {
     /// Nothing steps, and new requests are held.
     Paused,
     /// Some or all memory is given back.
-    Asleep(Asleep),
+    Asleep(AsleepState),
     /// All memory is there, but the weights are of no policy. After a complete push the engine is paused if `paused`,
     /// else it runs.
     WeightsMissing { paused: bool },
@@ -21,7 +22,7 @@ pub enum State {
 
 /// What is awake during a sleep, and what is known of the policy.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Asleep {
+pub struct AsleepState {
     pub level: SleepLevel,
     /// The memory that is awake again; never all of it.
     pub resident: WakeTags,
@@ -31,25 +32,12 @@ pub struct Asleep {
     pub pending: bool,
 }
 
-/// Kinds of pushes that the lifecycle distinguishes, by what they need.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum PushKind {
-    /// A LoRA push that is merged. It loads the base if necessary, so it needs neither weights nor a policy.
-    Lora,
-    /// A FULL push. It needs the memory of the weights.
-    Full,
-    /// A DELTA push. It needs the memory of the weights and the policy that it changes.
-    Delta,
-    /// A LoRA push that becomes a resident adapter. It needs a server that can serve it.
-    Resident,
-}
-
 impl State {
     pub fn status(self) -> LifecycleStatus {
         match self {
             Self::Running => LifecycleStatus::Running,
             Self::Paused => LifecycleStatus::Paused,
-            Self::Asleep(Asleep { level, resident, pending, .. }) => {
+            Self::Asleep(AsleepState { level, resident, pending, .. }) => {
                 LifecycleStatus::Asleep { level, resident, pending_update: pending }
             }
             Self::WeightsMissing { .. } => LifecycleStatus::WeightsMissing,
@@ -59,7 +47,7 @@ impl State {
     /// Checks that a new request may be accepted or held.
     ///
     /// # Errors
-    /// `FailedPrecondition` while the server is asleep or its weights are missing: nobody knows when that ends.
+    /// `FailedPrecondition` while the server is asleep or its weights are missing, which may take any time.
     pub fn check_request(self) -> Result<()> {
         match self {
             Self::Running | Self::Paused => Ok(()),
@@ -99,8 +87,8 @@ impl State {
             SleepLevel::One if !whole => {
                 refuse("level 1 keeps the policy, and there is none: push a complete one first, or sleep at level 2")
             }
-            SleepLevel::One => Ok(Self::Asleep(Asleep { level, resident, whole, pending })),
-            SleepLevel::Two => Ok(Self::Asleep(Asleep { level, resident, whole: false, pending: false })),
+            SleepLevel::One => Ok(Self::Asleep(AsleepState { level, resident, whole, pending })),
+            SleepLevel::Two => Ok(Self::Asleep(AsleepState { level, resident, whole: false, pending: false })),
         }
     }
 
@@ -123,14 +111,16 @@ impl State {
                     (true, false) => Self::WeightsMissing { paused: false },
                     (false, _) => {
                         let pending = asleep.pending && !resident.weights;
-                        Self::Asleep(Asleep { resident, whole, pending, ..asleep })
+                        Self::Asleep(AsleepState { resident, whole, pending, ..asleep })
                     }
                 }
             }
         }
     }
 
-    /// Checks that a push may begin, or be applied.
+    /// Checks that a push may begin, or be applied. A merged LoRA loads the base if necessary, so it needs neither
+    /// weights nor a policy. A FULL push needs the memory of the weights, and a DELTA also the policy that it changes.
+    /// A resident adapter needs a server that can serve it.
     pub fn check_push(self, push: PushKind) -> Result<()> {
         let asleep = match self {
             Self::Asleep(asleep) => Some(asleep),
@@ -138,8 +128,8 @@ impl State {
         };
         match push {
             PushKind::Lora => Ok(()),
-            PushKind::Resident if matches!(self, Self::Running | Self::Paused) => Ok(()),
-            PushKind::Resident => {
+            PushKind::Adapter if matches!(self, Self::Running | Self::Paused) => Ok(()),
+            PushKind::Adapter => {
                 refuse("an adapter can become resident while the server runs or is paused; wake it first")
             }
             PushKind::Full | PushKind::Delta if asleep.is_some_and(|a| !a.resident.weights) => {
@@ -158,7 +148,7 @@ impl State {
             Self::Running => refuse("weights are written in place only while paused or asleep; the server runs again"),
             Self::Paused => Ok(Self::WeightsMissing { paused: true }),
             Self::WeightsMissing { .. } => Ok(self),
-            Self::Asleep(asleep) if asleep.resident.weights => Ok(Self::Asleep(Asleep { whole: false, ..asleep })),
+            Self::Asleep(asleep) if asleep.resident.weights => Ok(Self::Asleep(AsleepState { whole: false, ..asleep })),
             Self::Asleep(_) => refuse("the weights are asleep; wake the weights first"),
         }
     }
@@ -173,7 +163,7 @@ impl State {
             Self::Asleep(asleep) if asleep.resident.kv_cache => Self::WeightsMissing { paused: false },
             Self::Asleep(asleep) => {
                 let resident = WakeTags { weights: true, kv_cache: false };
-                Self::Asleep(Asleep { resident, whole: false, pending: false, ..asleep })
+                Self::Asleep(AsleepState { resident, whole: false, pending: false, ..asleep })
             }
         }
     }
@@ -184,7 +174,9 @@ impl State {
             Self::Running | Self::Paused => self,
             Self::WeightsMissing { paused: true } => Self::Paused,
             Self::WeightsMissing { paused: false } => Self::Running,
-            Self::Asleep(asleep) => Self::Asleep(Asleep { whole: true, pending: !asleep.resident.weights, ..asleep }),
+            Self::Asleep(asleep) => {
+                Self::Asleep(AsleepState { whole: true, pending: !asleep.resident.weights, ..asleep })
+            }
         }
     }
 

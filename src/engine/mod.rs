@@ -64,7 +64,7 @@ pub use activity::{Activity, BusyGuard};
 pub use cancel::CancelFlag;
 pub use command::*;
 pub use request::{
-    Completion, Event, GenerateCommand, Progress, PromptSampling, RequestClient, RequestKind, RequestList,
+    Completion, Event, GenerateCommand, PromptSampling, RequestClient, RequestKind, RequestList, RequestProgress,
     RequestStatus, Responder, Summary, ValidRequest,
 };
 

@@ -168,7 +168,7 @@ pub struct Summary {
 
 /// How far a request has come.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Progress {
+pub enum RequestProgress {
     /// It waits for a newer policy, for Resume, or for a drain to end.
     Held,
     /// None of its prompts has been computed yet.
@@ -178,7 +178,7 @@ pub enum Progress {
     Suspended,
 }
 
-impl Progress {
+impl RequestProgress {
     pub fn name(self) -> &'static str {
         match self {
             Self::Held => "held",
@@ -194,7 +194,7 @@ impl Progress {
 pub struct RequestStatus {
     pub id: String,
     pub owner: Option<Owner>,
-    pub progress: Progress,
+    pub progress: RequestProgress,
     pub prompts: usize,
     pub prompt_tokens: u64,
     /// Number of samples that it asks for; 0 if its prompts are scored.

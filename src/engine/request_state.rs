@@ -6,8 +6,8 @@ use std::time::{Duration, Instant};
 
 use super::cancel::CancelFlag;
 use super::request::{
-    Completion, Event, GenerateCommand, Progress, RequestClient, RequestKind, RequestStatus, Summary, ValidRequest,
-    tokens_bytes,
+    Completion, Event, GenerateCommand, RequestClient, RequestKind, RequestProgress, RequestStatus, Summary,
+    ValidRequest, tokens_bytes,
 };
 use super::text::{FinishedText, SampleText};
 use crate::cache::CacheSalt;
@@ -203,10 +203,10 @@ impl RequestState {
 
     pub fn status(&self, now: Instant) -> RequestStatus {
         let progress = match (self.is_accepted, self.is_suspended, self.begun_at) {
-            (false, ..) => Progress::Held,
-            (true, true, _) => Progress::Suspended,
-            (true, false, Some(_)) => Progress::Running,
-            (true, false, None) => Progress::Queued,
+            (false, ..) => RequestProgress::Held,
+            (true, true, _) => RequestProgress::Suspended,
+            (true, false, Some(_)) => RequestProgress::Running,
+            (true, false, None) => RequestProgress::Queued,
         };
         RequestStatus {
             id: self.id().into(),

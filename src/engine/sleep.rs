@@ -5,7 +5,7 @@ use super::command::{DrainMode, LifecycleStatus, RunningPolicy, SleepLevel, Slee
 use super::core::{Attempt, AwakeBytes, EngineCore, Failure};
 use super::transaction::Updates;
 use crate::error::{Error, Result};
-use crate::executor::{Executor, Memory, Released, WeightOrder};
+use crate::executor::{Executor, MemoryKind, Released, WeightOrder};
 use crate::memory::{MemoryBudget, MemoryUse};
 use crate::observe::Phase;
 
@@ -60,7 +60,8 @@ impl Sleep {
         core.scheduler.release_all();
         let mut kv_cache_bytes = 0;
         if core.state.kv_awake() {
-            for (memory, used_for) in [(Memory::KvCache, MemoryUse::KvCache), (Memory::Workspace, MemoryUse::Workspace)]
+            for (memory, used_for) in
+                [(MemoryKind::KvCache, MemoryUse::KvCache), (MemoryKind::Workspace, MemoryUse::Workspace)]
             {
                 kv_cache_bytes += core.release_memory(memory)?.freed;
                 core.budget.free(used_for);
@@ -137,9 +138,9 @@ impl Sleep {
         if loads {
             core.check_checkpoint(&load)?;
         }
-        let weights = wake_weights.then_some(Memory::Weights);
-        let cache = if wake_kv { &[Memory::Workspace, Memory::KvCache][..] } else { &[] };
-        let woken: Vec<Memory> = weights.into_iter().chain(cache.iter().copied()).collect();
+        let weights = wake_weights.then_some(MemoryKind::Weights);
+        let cache = if wake_kv { &[MemoryKind::Workspace, MemoryKind::KvCache][..] } else { &[] };
+        let woken: Vec<MemoryKind> = weights.into_iter().chain(cache.iter().copied()).collect();
         restore(core, &woken)?;
         if reload && !wake_weights {
             // Both ledgers, the one of a load that fails too, are without what the base has forgotten.
@@ -174,10 +175,10 @@ impl Sleep {
 fn release_weights<X: Executor>(core: &mut EngineCore<X>, level: SleepLevel) -> Attempt<Released> {
     let awake = core.state.weights_awake();
     let released = match level {
-        SleepLevel::One if awake => core.release_memory(Memory::Weights)?,
+        SleepLevel::One if awake => core.release_memory(MemoryKind::Weights)?,
         SleepLevel::One => Released { kept: core.budget.reserved(MemoryUse::Weights), ..Released::default() },
         SleepLevel::Two if awake || core.policy.has_replaced() || core.budget.reserved(MemoryUse::Offloaded) > 0 => {
-            core.release_memory(Memory::WeightsAndBase)?
+            core.release_memory(MemoryKind::WeightsAndBase)?
         }
         SleepLevel::Two => Released::default(),
     };
@@ -188,7 +189,7 @@ fn release_weights<X: Executor>(core: &mut EngineCore<X>, level: SleepLevel) -> 
 }
 
 /// Takes the memory of all of `memories`, or of none.
-fn restore<X: Executor>(core: &mut EngineCore<X>, memories: &[Memory]) -> Attempt<()> {
+fn restore<X: Executor>(core: &mut EngineCore<X>, memories: &[MemoryKind]) -> Attempt<()> {
     for (i, memory) in memories.iter().enumerate() {
         match core.executor.restore(*memory) {
             Err(error @ Error::ResourceExhausted(_)) => {
@@ -202,6 +203,6 @@ fn restore<X: Executor>(core: &mut EngineCore<X>, memories: &[Memory]) -> Attemp
     Ok(())
 }
 
-fn give_back<X: Executor>(core: &mut EngineCore<X>, memories: &[Memory]) -> Attempt<()> {
+fn give_back<X: Executor>(core: &mut EngineCore<X>, memories: &[MemoryKind]) -> Attempt<()> {
     memories.iter().try_for_each(|memory| core.release_memory(*memory).map(drop))
 }

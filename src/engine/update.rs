@@ -10,11 +10,12 @@ use super::adapters::Adapters;
 use super::command::{OpenUpdate, RunningPolicy, UpdateBegin, UpdateReply, UpdateTicket};
 use super::core::{Attempt, EngineCore, Failure, answer};
 use super::drain::{Commit, Drain, Drains};
-use super::lifecycle::{PushKind, State};
+use super::lifecycle::State;
 use super::transaction::{Transaction, Updates};
 use crate::error::{Error, Result};
 use crate::executor::{Executor, WeightOrder};
 use crate::memory::{MemoryBudget, MemoryUse};
+use crate::observe::PushKind;
 use crate::types::WeightVersion;
 use crate::weights::{Adapter, Delta, ShadowWeights, Tensors, UpdateKind, WeightUpdate};
 
@@ -22,7 +23,7 @@ impl UpdateBegin {
     /// The kind of push, as the lifecycle distinguishes them.
     fn push(&self) -> PushKind {
         match self.kind {
-            UpdateKind::Lora if self.adapter.is_some() => PushKind::Resident,
+            UpdateKind::Lora if self.adapter.is_some() => PushKind::Adapter,
             UpdateKind::Lora => PushKind::Lora,
             UpdateKind::Full => PushKind::Full,
             UpdateKind::Delta => PushKind::Delta,

@@ -1,17 +1,17 @@
-//! Resident adapters, which are not merged: `out += b (a x)` for the rows of the batch that use one.
+//! Resident adapters, which stay beside the base weights: `out += b (a x)` for the rows of the batch that use one.
 //!
-//! The bits of a row depend on nothing but its own inputs and its adapter, on any number of ranks: where a layer's
-//! input is split over ranks, `a x` has the layer's reduction order and is summed over them, and every reduction over
-//! the rank of the factors is whole on each of them.
+//! The bits of a row depend only on its own inputs and its adapter, on any number of ranks. Where a layer's input is
+//! split over ranks, `a x` has the layer's reduction order and is summed over the ranks. Every reduction over the rank
+//! of the factors is whole on each of them.
 
 use std::collections::{BTreeMap, HashMap};
 
 use candle_core::Tensor;
-use rollout_kernels::{Activations, Matrix, MatrixShape, Ops, WeightDtype, WeightRows};
+use rollout_kernels::{Activations, Matrix, MatrixShape, Ops, StorageDtype, TensorView};
 
 use crate::comm::Communicator;
 use crate::error::Result;
-use crate::model::{Additions, Build, Decoder, Parameterized, Site};
+use crate::model::{AdapterDeltas, Build, Decoder, Parameterized, TargetModule};
 use crate::weights::{Adapter, Factors, ParamSpec, ShardRule};
 
 /// Rows that go through an adapter at once: enough that its factors are read from the cache.
@@ -34,7 +34,7 @@ pub fn resident_adapter_bytes(decoder: &Decoder, build: &Build, rank: usize, ada
     }
     let bytes = |n: usize, k: usize| build.device.matrix(float32(n, k, 1)).bytes().next_multiple_of(PAGE);
     let mut one = 0;
-    for (_, parts) in decoder.sites() {
+    for (_, parts) in decoder.target_modules() {
         let mut columns = 0;
         for (spec, _) in &parts {
             let slice = build.partition.slice(spec)?;
@@ -49,17 +49,17 @@ pub fn resident_adapter_bytes(decoder: &Decoder, build: &Build, rank: usize, ada
 /// The resident adapters on one rank of the model, by generation.
 pub struct ResidentAdapters {
     build: Build,
-    generations: BTreeMap<u64, HashMap<Site, Term>>,
+    generations: BTreeMap<u64, HashMap<TargetModule, ModuleFactors>>,
     /// `None` while there is no adapter, and while the workspace is released.
-    buffers: Option<Buffers>,
+    buffers: Option<AdapterBuffers>,
 }
 
-/// The term that one adapter adds at one site.
-struct Term {
-    /// The factors `a` of all adapted projections of the site, stacked: `[sum of ranks, k]`.
+/// The factors of one adapter for one target module.
+struct ModuleFactors {
+    /// The factors `a` of all adapted projections of the target, stacked: `[sum of ranks, k]`.
     a: Matrix,
     up: Vec<UpFactor>,
-    /// Whether the site's input is split over the model's ranks, so that `a x` must be summed over them.
+    /// Whether the module's input is split over the model's ranks, so that `a x` must be summed over them.
     is_split: bool,
 }
 
@@ -69,12 +69,12 @@ struct UpFactor {
     b: Matrix,
     /// Its first column in `a x`.
     first_rank: usize,
-    /// The first column of its projection in the site's output.
+    /// The first column of its projection in the module's output.
     first_column: usize,
 }
 
 /// Scratch for some rows at a time, flat: the input `x`, `a x` and `b (a x)`.
-struct Buffers {
+struct AdapterBuffers {
     x: Activations,
     ranks: Activations,
     y: Activations,
@@ -83,8 +83,8 @@ struct Buffers {
 
 /// The adapters that one batch uses, each with the rows that use it.
 pub struct BatchAdapters<'a> {
-    groups: Vec<(&'a HashMap<Site, Term>, Vec<u32>)>,
-    buffers: &'a Buffers,
+    groups: Vec<(&'a HashMap<TargetModule, ModuleFactors>, Vec<u32>)>,
+    buffers: &'a AdapterBuffers,
 }
 
 impl ResidentAdapters {
@@ -92,20 +92,21 @@ impl ResidentAdapters {
         Self { build, generations: BTreeMap::new(), buffers: None }
     }
 
-    /// Keeps `adapter`, which must be one that can be applied unmerged, under a generation that was never used before.
+    /// Makes `adapter` resident under a generation that was never used before. It must be one that can be applied
+    /// unmerged.
     pub fn add(&mut self, decoder: &Decoder, generation: u64, adapter: &Adapter) -> Result<()> {
-        let mut terms = HashMap::new();
-        for (site, parts) in decoder.sites() {
+        let mut modules = HashMap::new();
+        for (target, parts) in decoder.target_modules() {
             let adapted: Vec<_> = parts
                 .into_iter()
                 .filter_map(|(spec, column)| Some((spec, column, adapter.factors(&spec.name)?)))
                 .collect();
             if !adapted.is_empty() {
-                terms.insert(site, Term::new(&self.build, &adapted)?);
+                modules.insert(target, ModuleFactors::new(&self.build, &adapted)?);
             }
         }
         self.ensure_buffers(decoder)?;
-        self.generations.insert(generation, terms);
+        self.generations.insert(generation, modules);
         Ok(())
     }
 
@@ -116,19 +117,19 @@ impl ResidentAdapters {
         }
     }
 
-    /// Takes the buffers' memory, if there are adapters that need them.
-    pub fn take_buffers(&mut self, decoder: &Decoder) -> Result<()> {
+    /// Allocates the buffers, if there are adapters that need them.
+    pub fn restore_buffers(&mut self, decoder: &Decoder) -> Result<()> {
         if self.generations.is_empty() { Ok(()) } else { self.ensure_buffers(decoder) }
     }
 
     fn ensure_buffers(&mut self, decoder: &Decoder) -> Result<()> {
         if self.buffers.is_none() {
-            self.buffers = Some(Buffers::new(&self.build, buffer_values(decoder, &self.build)?)?);
+            self.buffers = Some(AdapterBuffers::new(&self.build, buffer_values(decoder, &self.build)?)?);
         }
         Ok(())
     }
 
-    /// Gives the buffers' memory back.
+    /// Frees the buffers.
     pub fn release_buffers(&mut self) {
         self.buffers = None;
     }
@@ -137,17 +138,17 @@ impl ResidentAdapters {
     ///
     /// # Panics
     /// If one is not resident, or the buffers are released.
-    pub fn of_rows(&self, rows: impl Iterator<Item = Option<u64>>) -> Option<BatchAdapters<'_>> {
+    pub fn of_rows(&self, rows: &[Option<u64>]) -> Option<BatchAdapters<'_>> {
         let mut groups: BTreeMap<u64, Vec<u32>> = BTreeMap::new();
-        for (row, generation) in rows.enumerate() {
+        for (row, generation) in rows.iter().enumerate() {
             if let Some(generation) = generation {
-                groups.entry(generation).or_default().push(row as u32);
+                groups.entry(*generation).or_default().push(row as u32);
             }
         }
-        let terms = |generation| {
+        let modules = |generation| {
             self.generations.get(&generation).unwrap_or_else(|| panic!("adapter {generation} is not resident"))
         };
-        let groups: Vec<_> = groups.into_iter().map(|(generation, rows)| (terms(generation), rows)).collect();
+        let groups: Vec<_> = groups.into_iter().map(|(generation, rows)| (modules(generation), rows)).collect();
         if groups.is_empty() {
             return None;
         }
@@ -155,8 +156,8 @@ impl ResidentAdapters {
     }
 }
 
-impl Term {
-    /// The term of one adapter at one site. Each adapted projection comes with its first column in the site's output.
+impl ModuleFactors {
+    /// Each adapted projection comes with its first column in the module's output.
     fn new(build: &Build, adapted: &[(&ParamSpec, usize, Factors<'_>)]) -> Result<Self> {
         let is_split = adapted.iter().any(|(spec, ..)| spec.shard == ShardRule::Columns);
         let ranks = adapted.iter().map(|(_, _, factors)| factors.rank).sum();
@@ -167,7 +168,7 @@ impl Term {
         let (mut up, mut first_rank) = (Vec::new(), 0);
         for (spec, first_column, factors) in adapted {
             for (i, row) in factors.a.chunks_exact(whole).enumerate() {
-                a.write_rows(first_rank + i, WeightRows::F32(&row[columns.clone()]));
+                a.write_rows(first_rank + i, TensorView::F32(&row[columns.clone()]));
             }
             let rows = build.partition.slice(spec)?.rows;
             let scaled: Vec<f32> = factors.b[rows.start * factors.rank..rows.end * factors.rank]
@@ -175,7 +176,7 @@ impl Term {
                 .map(|x| x * factors.scaling)
                 .collect();
             let mut b = build.device.zeros(float32(rows.len(), factors.rank, 1))?;
-            b.write_rows(0, WeightRows::F32(&scaled));
+            b.write_rows(0, TensorView::F32(&scaled));
             up.push(UpFactor { b, first_rank, first_column: *first_column });
             first_rank += factors.rank;
         }
@@ -187,7 +188,7 @@ impl Term {
         &self,
         ops: &Ops,
         comm: &dyn Communicator,
-        buffers: &Buffers,
+        buffers: &AdapterBuffers,
         rows: &[u32],
         x: &Tensor,
         out: &Tensor,
@@ -195,22 +196,22 @@ impl Term {
         let widest = x.dim(1)?.max(out.dim(1)?).max(self.a.n());
         for rows in rows.chunks((buffers.values / widest).clamp(1, ROWS_AT_ONCE)) {
             let (first, end) = (rows[0] as usize, rows[rows.len() - 1] as usize + 1);
-            // Rows behind each other need no list of them, which a device would have to be sent.
+            // Consecutive rows need no list of rows, which would have to be copied to the device.
             let is_dense = end - first == rows.len();
             let selected = if is_dense {
                 x.narrow(0, first, rows.len())?
             } else {
-                let selected = Buffers::rows(&buffers.x, rows.len(), x.dim(1)?)?;
+                let selected = AdapterBuffers::rows(&buffers.x, rows.len(), x.dim(1)?)?;
                 ops.select_rows(x, rows, &selected)?;
                 selected
             };
-            let ranks = Buffers::rows(&buffers.ranks, rows.len(), self.a.n())?;
+            let ranks = AdapterBuffers::rows(&buffers.ranks, rows.len(), self.a.n())?;
             ops.linear(&selected, &self.a, None, &ranks)?;
             if self.is_split {
                 comm.all_reduce_sum(&ranks)?;
             }
             for UpFactor { b, first_rank, first_column } in &self.up {
-                let y = Buffers::rows(&buffers.y, rows.len(), b.n())?;
+                let y = AdapterBuffers::rows(&buffers.y, rows.len(), b.n())?;
                 ops.linear(&ranks.narrow(1, *first_rank, b.k())?, b, None, &y)?;
                 let out = out.narrow(1, *first_column, b.n())?;
                 match is_dense {
@@ -223,14 +224,14 @@ impl Term {
     }
 }
 
-impl Additions for BatchAdapters<'_> {
-    fn add(&self, ops: &Ops, comm: &dyn Communicator, site: Site, x: &Tensor, out: &Tensor) -> Result<()> {
-        let mut terms = self.groups.iter().filter_map(|(terms, rows)| Some((terms.get(&site)?, rows)));
-        terms.try_for_each(|(term, rows)| term.add(ops, comm, self.buffers, rows, x, out))
+impl AdapterDeltas for BatchAdapters<'_> {
+    fn add(&self, ops: &Ops, comm: &dyn Communicator, target: TargetModule, x: &Tensor, out: &Tensor) -> Result<()> {
+        let mut modules = self.groups.iter().filter_map(|(modules, rows)| Some((modules.get(&target)?, rows)));
+        modules.try_for_each(|(factors, rows)| factors.add(ops, comm, self.buffers, rows, x, out))
     }
 }
 
-impl Buffers {
+impl AdapterBuffers {
     fn new(build: &Build, values: usize) -> Result<Self> {
         let make = || build.device.activations(1, values);
         Ok(Self { x: make()?, ranks: make()?, y: make()?, values })
@@ -244,13 +245,13 @@ impl Buffers {
 
 /// The shape of a factor. Factors are float32 whatever the weights are.
 fn float32(n: usize, k: usize, leaves: usize) -> MatrixShape {
-    MatrixShape { dtype: WeightDtype::F32, n, k, leaves }
+    MatrixShape { dtype: StorageDtype::F32, n, k, leaves }
 }
 
 /// Values in each buffer: [`BUFFER_VALUES`], or the widest single row if that is more.
 fn buffer_values(decoder: &Decoder, build: &Build) -> Result<usize> {
     let mut values = BUFFER_VALUES;
-    for (_, parts) in decoder.sites() {
+    for (_, parts) in decoder.target_modules() {
         let mut rows = 0;
         for (spec, _) in parts {
             let slice = build.partition.slice(spec)?;
@@ -276,9 +277,11 @@ mod tests {
                 let decoder = Decoder::new(&setup.config, &build, 8).unwrap();
                 let mut resident = ResidentAdapters::new(build.clone());
                 let matrices = |resident: &ResidentAdapters| {
-                    let terms = resident.generations.values().flat_map(HashMap::values);
+                    let modules = resident.generations.values().flat_map(HashMap::values);
                     let pages = |matrix: &Matrix| matrix.bytes().next_multiple_of(PAGE);
-                    terms.map(|term| pages(&term.a) + term.up.iter().map(|p| pages(&p.b)).sum::<usize>()).sum::<usize>()
+                    modules
+                        .map(|factors| pages(&factors.a) + factors.up.iter().map(|p| pages(&p.b)).sum::<usize>())
+                        .sum::<usize>()
                 };
                 for count in 1..=2 {
                     resident.add(&decoder, count, &adapter).unwrap();

@@ -50,6 +50,18 @@ impl FlatBatch {
         }
     }
 
+    /// The adapter of each of a step's `rows`. Only a step with a single adapter has padding rows, which use it too.
+    pub fn row_adapters(&self, rows: usize) -> Vec<Option<u64>> {
+        let mut adapters = self.adapters.clone();
+        adapters.resize(rows, self.adapters.last().copied().flatten());
+        adapters
+    }
+
+    /// The adapter of each row whose logits are wanted.
+    pub fn logits_adapters(&self) -> Vec<Option<u64>> {
+        self.logits.iter().map(|wanted| self.adapters[wanted.row as usize]).collect()
+    }
+
     /// The device's input. `view` must be of the plan that the batch was last filled from.
     pub fn step<'a>(&'a self, view: &'a PlanView<'a>) -> StepInput<'a> {
         StepInput {

@@ -18,78 +18,79 @@ use crate::weights::{Adapter, Delta, ParamSpec, ShadowWeights, Tensors};
 pub use adapters::resident_adapter_bytes;
 pub use ranks::Ranks;
 pub use runner::ModelRunner;
-pub use weights::{Left, RankWeights};
+pub use weights::RankWeights;
 
 /// Runs steps, at most one at a time. `launch` and `collect` are two calls so that the engine can work while the ranks
-/// compute. All other calls come between a `collect` and the next `launch`; each returns when all ranks have done it.
+/// compute. All other methods are called between a `collect` and the next `launch`; each returns when all ranks have
+/// finished.
 pub trait Executor {
     /// Starts a step.
     fn launch(&mut self, plan: Arc<StepPlan>) -> Result<()>;
     /// Waits for the launched step. The answers are in the plan's order of tasks.
     fn collect(&mut self) -> Result<StepOutput>;
-    /// Checks that the parts of the checkpoint that `order` will read are what was loaded, and takes the memory that it
-    /// needs. Changes no weights.
+    /// Checks that the parts of the checkpoint that `order` will read have not changed since they were loaded, and
+    /// allocates the memory that the order needs. Changes no weights.
     ///
     /// # Errors
-    /// `DataLoss` naming a file that has changed; `ResourceExhausted` if the device has not as much memory.
+    /// `DataLoss` naming a file that has changed; `ResourceExhausted` if the device has too little memory.
     fn check(&mut self, order: &WeightOrder) -> Result<()>;
     /// Changes the weights.
     ///
     /// # Errors
-    /// `DataLoss` if the checkpoint changed while it was read: the weights are of no policy then. `ResourceExhausted`
-    /// if a device has not the memory for it.
+    /// `DataLoss` if the checkpoint changed while it was read: the weights then belong to no policy.
+    /// `ResourceExhausted` if a device has too little memory.
     fn write(&mut self, order: WeightOrder) -> Result<()>;
-    /// Maps shadow weights: storage of the serving weights' shapes beside them. Its pages take memory as they are
+    /// Maps shadow weights: storage of the serving weights' shapes beside them. Its pages take memory when they are
     /// written.
     ///
     /// # Errors
-    /// `ResourceExhausted` if the system cannot map as much.
+    /// `ResourceExhausted` if the system cannot map them.
     fn shadow_weights(&mut self) -> Result<ShadowWeights>;
-    /// Serves from `shadow`, in which every parameter has its value, and gives back the storage that served. The values
-    /// of `shadow` are the base from now on.
+    /// Serves from `shadow`, in which every parameter has its value, and returns the storage that served before. The
+    /// values of `shadow` become the base.
     fn exchange(&mut self, shadow: ShadowWeights) -> Result<ShadowWeights>;
     /// Bytes of whole rows of a parameter in the dtype in which it serves (row-major, little-endian), gathered from the
     /// ranks.
     fn read(&mut self, spec: &ParamSpec, rows: Range<usize>) -> Result<Vec<u8>>;
-    /// Gives memory back to the system. What is released must be restored before it is used. What has to be kept, a
-    /// device with memory of its own moves to the host's, of which it may take `host_bytes` in all.
-    fn release(&mut self, memory: Memory, host_bytes: u64) -> Result<Released>;
-    /// Takes released memory again; its content is unspecified.
+    /// Gives memory back to the system. It must be restored before it is used again. A device with memory of its own
+    /// moves values that must be kept to the host, of whose memory it may take `host_bytes` in all.
+    fn release(&mut self, memory: MemoryKind, host_bytes: u64) -> Result<Released>;
+    /// Allocates released memory again; its content is unspecified.
     ///
     /// # Errors
-    /// `ResourceExhausted` if the device has not as much.
-    fn restore(&mut self, memory: Memory) -> Result<()>;
-    /// Gives the storage of shadow weights back to the system. Returns the bytes that the devices have back.
+    /// `ResourceExhausted` if the device has too little memory.
+    fn restore(&mut self, memory: MemoryKind) -> Result<()>;
+    /// Gives the storage of shadow weights back to the system. Returns the number of bytes that this frees.
     fn discard(&mut self, shadow: ShadowWeights) -> Result<u64>;
-    /// Bytes of the devices' memory that the process takes now. Allocators give back what they keep of freed memory
-    /// first.
+    /// Bytes of the devices' memory that the process takes now, after allocators have returned the freed memory that
+    /// they cache.
     fn used_bytes(&self) -> u64;
 }
 
-/// What a release of memory has given back, and what it has not.
+/// The result of releasing memory.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Released {
-    /// Bytes that the devices have back, as measured.
+    /// Bytes that were freed on the devices, as measured.
     pub freed: u64,
-    /// Bytes of weights that stay because their values are nowhere else; 0 for other memory.
+    /// Bytes of weights that stay on the devices because their values are nowhere else; 0 for other memory.
     pub kept: u64,
-    /// Bytes of the host's memory that hold now what was moved there, by this release or before it.
+    /// Bytes of host memory that hold values moved there, by this release or an earlier one.
     pub offloaded: u64,
 }
 
 /// A kind of memory that a rank can release and restore.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Memory {
+pub enum MemoryKind {
     KvCache,
     Workspace,
-    /// Weights that can be read from the checkpoint again: what FULL and DELTA pushes have brought stays.
+    /// Weights that can be read from the checkpoint again; values of FULL and DELTA pushes stay.
     Weights,
     /// All weights, and copies of bases that pushes have replaced: the checkpoint is the base again.
     WeightsAndBase,
 }
 
-/// A change of the weights. The base of a parameter is the checkpoint's value, or what a FULL or DELTA push has put in
-/// its place; an adapter is always merged into the base.
+/// A change of the weights. The base of a parameter is the checkpoint's value, or the value by which a FULL or DELTA
+/// push has replaced it. An adapter is always merged into the base.
 #[derive(Clone, Debug)]
 pub enum WeightOrder {
     /// Sets every parameter to its base with `adapter` merged, for weights that were released.
@@ -99,10 +100,10 @@ pub enum WeightOrder {
     Merge { before: Arc<Adapter>, after: Arc<Adapter> },
     /// Sets some parameters to new values, which are their base from now on.
     Replace { tensors: Arc<Tensors> },
-    /// Sets single elements to new values. What serves then becomes the base of the changed parameters, and of those
-    /// that `merged`, the adapter that is merged now, touches.
+    /// Sets single elements to new values. The resulting weights become the base of the changed parameters, and of
+    /// those that `merged`, the adapter that is merged now, touches.
     Patch { delta: Arc<Delta>, merged: Arc<Adapter> },
-    /// Keeps an adapter resident under this generation, by which a [`PlanSequence`](crate::types::PlanSequence) names
+    /// Makes an adapter resident under this generation, by which a [`PlanSequence`](crate::types::PlanSequence) names
     /// it.
     AddAdapter { generation: u64, adapter: Arc<Adapter> },
     /// Drops a resident adapter.

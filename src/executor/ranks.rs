@@ -1,4 +1,4 @@
-//! The tensor-parallel ranks: a thread for each. All of them get the same orders in the same sequence.
+//! The tensor-parallel ranks: a thread for each. All of them get the same jobs in the same order.
 
 use std::mem::ManuallyDrop;
 use std::ops::Range;
@@ -7,51 +7,25 @@ use std::sync::Arc;
 use std::sync::mpsc::{Receiver, Sender, channel};
 use std::thread::JoinHandle;
 
-use super::{Executor, Left, Memory, ModelRunner, Released, WeightOrder};
 use rollout_kernels::Devices;
 
+use super::{Executor, MemoryKind, ModelRunner, Released, WeightOrder};
 use crate::error::{Error, Result};
 use crate::types::{StepOutput, StepPlan};
-use crate::weights::{ParamSpec, ShadowShard, ShadowWeights, Slice};
+use crate::weights::{ParamSpec, ShadowWeights, Slice};
 
 /// Exit status after a rank has failed: EX_SOFTWARE of sysexits.h, an internal error.
 const RANK_FAILED: i32 = 70;
 
-/// A message to a rank's thread.
-enum Order {
-    /// A step, which rank 0 answers through the channel of steps.
-    Step(Arc<StepPlan>),
-    /// A task between steps, which every rank answers with its number.
-    Task { task: Task, answer: Sender<(usize, Result<Answer>)> },
-}
-
-/// What a rank does between steps; see [`Executor`].
-enum Task {
-    Check(WeightOrder),
-    Reopen,
-    Prepare(WeightOrder),
-    Write(WeightOrder),
-    Shadow,
-    Exchange(Vec<ShadowShard>),
-    Read { spec: Arc<ParamSpec>, rows: Range<usize> },
-    Release { memory: Memory, host_bytes: u64 },
-    Restore(Memory),
-    Discard(Vec<ShadowShard>),
-}
-
-/// The result of a [`Task`].
-enum Answer {
-    Done,
-    Read(Vec<u8>),
-    /// What a release has left.
-    Left(Left),
-    Storage(Vec<ShadowShard>),
-}
+/// A job for a rank's thread, which sends its result itself.
+type Job = Box<dyn FnOnce(&mut ModelRunner) + Send>;
 
 /// The rank threads. Dropping ends them.
 pub struct Ranks {
-    orders: Vec<Sender<Order>>,
-    steps: Receiver<StepOutput>,
+    /// One channel for each rank.
+    jobs: Vec<Sender<Job>>,
+    /// The output of each rank in the step that was launched last.
+    outputs: Vec<Receiver<StepOutput>>,
     threads: Vec<JoinHandle<()>>,
     devices: Devices,
 }
@@ -66,18 +40,17 @@ impl Ranks {
     where
         F: FnOnce() -> Result<ModelRunner> + Send + 'static,
     {
-        // The channel is unbounded, but the engine launches one step at a time.
-        let (answer, steps) = channel();
         let (ready, built) = channel();
-        let (mut orders, mut threads) = (Vec::new(), Vec::new());
+        let (mut jobs, mut threads) = (Vec::new(), Vec::new());
         for (rank, make) in makers.enumerate() {
-            let (sender, receiver) = channel();
-            let (ready, answer) = (ready.clone(), answer.clone());
+            // Unbounded, but the engine sends one job at a time.
+            let (sender, receiver) = channel::<Job>();
+            let ready = ready.clone();
             let body = move || match end_process_on_panic(rank, make) {
                 Ok(mut runner) => {
                     let _ = ready.send(Ok(()));
-                    // After a panic nobody drops the runner: its communicator would wait for ranks that wait for it.
-                    end_process_on_panic(rank, || serve(rank, &mut runner, &receiver, &answer));
+                    // After a panic the runner is not dropped: its communicator would wait for ranks that wait for it.
+                    end_process_on_panic(rank, || receiver.iter().for_each(|job| job(&mut runner)));
                 }
                 Err(e) => {
                     let _ = ready.send(Err(e));
@@ -85,121 +58,167 @@ impl Ranks {
             };
             let thread = std::thread::Builder::new().name(format!("rank-{rank}")).spawn(body);
             threads.push(thread.map_err(|e| Error::Internal(format!("rank {rank}'s thread did not start: {e}")))?);
-            orders.push(sender);
+            jobs.push(sender);
         }
         for _ in 0..threads.len() {
             built.recv().map_err(|_| Error::Internal("a rank ended while it was built".into()))??;
         }
-        Ok(Self { orders, steps, threads, devices })
+        Ok(Self { jobs, outputs: Vec::new(), threads, devices })
     }
 
-    /// Sends every rank its order.
-    fn give(&self, mut order: impl FnMut() -> Order) -> Result<()> {
-        for (rank, orders) in self.orders.iter().enumerate() {
-            orders.send(order()).map_err(|_| Error::Internal(format!("rank {rank} has ended")))?;
-        }
-        Ok(())
+    /// Sends a job to every rank. The receivers, in the order of the ranks, get the results.
+    fn submit<T, J>(&self, mut job: impl FnMut(usize) -> J) -> Result<Vec<Receiver<T>>>
+    where
+        T: Send + 'static,
+        J: FnOnce(&mut ModelRunner) -> T + Send + 'static,
+    {
+        let submit = |(rank, jobs): (usize, &Sender<Job>)| {
+            let (sender, receiver) = channel();
+            let job = job(rank);
+            let job: Job = Box::new(move |runner: &mut ModelRunner| send_result(sender, || job(runner)));
+            jobs.send(job).map_err(|_| Error::Internal(format!("rank {rank} has ended")))?;
+            Ok(receiver)
+        };
+        self.jobs.iter().enumerate().map(submit).collect()
     }
 
-    /// Has every rank carry out its task. The answers are in the order of the ranks.
-    fn perform(&self, mut task: impl FnMut() -> Task) -> Result<Vec<Answer>> {
-        let (answer, answers) = channel();
-        self.give(|| Order::Task { task: task(), answer: answer.clone() })?;
-        drop(answer);
-        let mut all: Vec<(usize, Result<Answer>)> = answers.iter().collect();
-        if all.len() < self.orders.len() {
-            return Err(Error::Internal("a rank has ended".into()));
-        }
-        all.sort_by_key(|(rank, _)| *rank);
-        all.into_iter().map(|(_, answer)| answer).collect()
+    /// Runs a job on every rank, and waits for all of them. The results are in the order of the ranks.
+    ///
+    /// # Errors
+    /// The first error of a rank: `ResourceExhausted` or `DataLoss`. Any other error of a rank ends the process.
+    fn on_all<T, J>(&self, mut job: impl FnMut() -> J) -> Result<Vec<T>>
+    where
+        T: Send + 'static,
+        J: FnOnce(&mut ModelRunner) -> Result<T> + Send + 'static,
+    {
+        let receivers = self.submit(|rank| {
+            let job = job();
+            move |runner: &mut ModelRunner| match job(runner) {
+                Err(e) if !matches!(e, Error::ResourceExhausted(_) | Error::DataLoss(_)) => {
+                    panic!("rank {rank} failed: {e}")
+                }
+                result => result,
+            }
+        })?;
+        let results: Vec<Result<T>> = receivers.iter().map(|receiver| receive(receiver)?).collect();
+        results.into_iter().collect()
     }
 
-    /// As [`Ranks::perform`]; also measures the bytes that the devices have back after it.
-    fn measured(&self, task: impl FnMut() -> Task) -> Result<(u64, Vec<Answer>)> {
+    /// As [`Ranks::on_all`]; also measures the bytes of the devices' memory that it frees.
+    fn measured<T, J>(&self, job: impl FnMut() -> J) -> Result<(u64, Vec<T>)>
+    where
+        T: Send + 'static,
+        J: FnOnce(&mut ModelRunner) -> Result<T> + Send + 'static,
+    {
         let before = self.used_bytes();
-        let answers = self.perform(task)?;
-        Ok((before.saturating_sub(self.used_bytes()), answers))
+        let results = self.on_all(job)?;
+        Ok((before.saturating_sub(self.used_bytes()), results))
     }
 }
 
-/// Shadow weights made of the storage that the ranks answered with.
-fn storage(answers: Vec<Answer>) -> ShadowWeights {
-    let shards = |answer| match answer {
-        Answer::Storage(shards) => Some(shards),
-        _ => None,
-    };
-    ShadowWeights::new(answers.into_iter().filter_map(shards).collect())
+/// Sends the result of `work`. If it panics, the sender is leaked rather than dropped, so that the receiver does not
+/// see a closed channel before the process ends.
+fn send_result<T>(sender: Sender<T>, work: impl FnOnce() -> T) {
+    let sender = ManuallyDrop::new(sender);
+    let result = work();
+    let _ = ManuallyDrop::into_inner(sender).send(result);
+}
+
+fn receive<T>(receiver: &Receiver<T>) -> Result<T> {
+    receiver.recv().map_err(|_| Error::Internal("a rank has ended".into()))
 }
 
 impl Executor for Ranks {
     fn launch(&mut self, plan: Arc<StepPlan>) -> Result<()> {
-        self.give(|| Order::Step(plan.clone()))
+        // An error in a step is a panic: a rank that stops half way leaves the others in a collective forever.
+        self.outputs = self.submit(|rank| {
+            let plan = Arc::clone(&plan);
+            move |runner: &mut ModelRunner| {
+                runner.run(&plan).unwrap_or_else(|e| panic!("rank {rank} failed in a step: {e}"))
+            }
+        })?;
+        Ok(())
     }
 
     fn collect(&mut self) -> Result<StepOutput> {
-        self.steps.recv().map_err(|_| Error::Internal("the ranks have ended".into()))
+        // Rank 0 has the output of all.
+        receive(self.outputs.first().expect("a step was launched"))
     }
 
     fn check(&mut self, order: &WeightOrder) -> Result<()> {
-        let check = || Task::Check(order.clone());
-        let damage = match self.perform(check) {
+        let check = || {
+            let order = order.clone();
+            move |runner: &mut ModelRunner| runner.check(&order)
+        };
+        let damage = match self.on_all(check) {
             Err(Error::DataLoss(damage)) => damage,
             checked => return checked.map(|_| ()),
         };
-        // Somebody may have put the right files back at the old paths: those are other inodes, so they are opened anew.
-        match self.perform(|| Task::Reopen).and_then(|_| self.perform(check)) {
+        // The right files may have been restored at the old paths. Those are other inodes, so they are opened again.
+        match self.on_all(|| |runner: &mut ModelRunner| runner.weights.reopen()).and_then(|_| self.on_all(check)) {
             Err(Error::DataLoss(_)) => Err(Error::DataLoss(damage)),
             again => again.map(|_| ()),
         }
     }
 
     fn write(&mut self, order: WeightOrder) -> Result<()> {
-        // A rank that lacked memory in the middle would leave the others waiting for its part of what they exchange.
-        self.perform(|| Task::Prepare(order.clone()))?;
-        self.perform(|| Task::Write(order.clone())).map(|_| ())
+        let order = &order;
+        // Prepared on all ranks first: a rank that ran out of memory in the middle would leave the others waiting.
+        self.on_all(|| {
+            let order = order.clone();
+            move |runner: &mut ModelRunner| runner.prepare(&order)
+        })?;
+        self.on_all(|| {
+            let order = order.clone();
+            move |runner: &mut ModelRunner| runner.write(&order)
+        })?;
+        Ok(())
     }
 
     fn shadow_weights(&mut self) -> Result<ShadowWeights> {
-        self.perform(|| Task::Shadow).map(storage)
+        self.on_all(|| |runner: &mut ModelRunner| runner.weights.shadow_shards()).map(ShadowWeights::new)
     }
 
     fn exchange(&mut self, shadow: ShadowWeights) -> Result<ShadowWeights> {
-        let mut shards = shadow.into_ranks().into_iter();
-        self.perform(|| Task::Exchange(shards.next().unwrap_or_default())).map(storage)
+        let mut ranks = shadow.into_ranks().into_iter();
+        let exchange = || {
+            let shards = ranks.next().unwrap_or_default();
+            move |runner: &mut ModelRunner| runner.exchange(shards)
+        };
+        self.on_all(exchange).map(ShadowWeights::new)
     }
 
     fn read(&mut self, spec: &ParamSpec, rows: Range<usize>) -> Result<Vec<u8>> {
-        let shared = Arc::new(spec.clone());
-        let answers = self.perform(|| Task::Read { spec: shared.clone(), rows: rows.clone() })?;
-        let part = |answer| match answer {
-            Answer::Read(bytes) => bytes,
-            _ => Vec::new(),
+        let read = || {
+            let (spec, rows) = (spec.clone(), rows.clone());
+            move |runner: &mut ModelRunner| runner.weights.read(&spec, rows)
         };
-        gather(spec, &rows, &answers.into_iter().map(part).collect::<Vec<_>>())
+        gather(spec, &rows, &self.on_all(read)?)
     }
 
-    fn release(&mut self, memory: Memory, host_bytes: u64) -> Result<Released> {
-        // Ranks hold the same, but for what cannot be divided.
-        let host_bytes = host_bytes / self.orders.len() as u64;
-        let (freed, answers) = self.measured(|| Task::Release { memory, host_bytes })?;
-        let mut released = Released { freed, ..Released::default() };
-        for answer in answers {
-            if let Answer::Left(Left { kept, offloaded }) = answer {
-                released.kept += kept;
-                released.offloaded += offloaded;
-            }
-        }
-        Ok(released)
+    fn release(&mut self, memory: MemoryKind, host_bytes: u64) -> Result<Released> {
+        // Ranks hold the same, except for parameters that cannot be divided.
+        let host_bytes = host_bytes / self.jobs.len() as u64;
+        let release = || move |runner: &mut ModelRunner| runner.release(memory, host_bytes);
+        let (freed, ranks) = self.measured(release)?;
+        let kept = ranks.iter().map(|rank| rank.kept).sum();
+        Ok(Released { freed, kept, offloaded: ranks.iter().map(|rank| rank.offloaded).sum() })
     }
 
-    fn restore(&mut self, memory: Memory) -> Result<()> {
-        self.perform(|| Task::Restore(memory)).map(|_| ())
+    fn restore(&mut self, memory: MemoryKind) -> Result<()> {
+        self.on_all(|| move |runner: &mut ModelRunner| runner.restore(memory)).map(|_| ())
     }
 
     fn discard(&mut self, shadow: ShadowWeights) -> Result<u64> {
-        let mut shards = shadow.into_ranks().into_iter();
-        let (freed, _) = self.measured(|| Task::Discard(shards.next().unwrap_or_default()))?;
-        Ok(freed)
+        let mut ranks = shadow.into_ranks().into_iter();
+        let discard = || {
+            let shards = ranks.next().unwrap_or_default();
+            move |_: &mut ModelRunner| {
+                drop(shards);
+                Ok(())
+            }
+        };
+        self.measured(discard).map(|(freed, _)| freed)
     }
 
     fn used_bytes(&self) -> u64 {
@@ -210,54 +229,11 @@ impl Executor for Ranks {
 
 impl Drop for Ranks {
     fn drop(&mut self) {
-        self.orders.clear();
+        self.jobs.clear();
         for thread in self.threads.drain(..) {
             let _ = thread.join();
         }
     }
-}
-
-fn serve(rank: usize, runner: &mut ModelRunner, orders: &Receiver<Order>, steps: &Sender<StepOutput>) {
-    while let Ok(order) = orders.recv() {
-        // An error in a step is a panic, because a rank that stops half way leaves the others in a collective for ever.
-        let heard = match order {
-            Order::Step(plan) => {
-                let output = runner.run(&plan).unwrap_or_else(|e| panic!("rank {rank} failed in a step: {e}"));
-                rank != 0 || steps.send(output).is_ok()
-            }
-            Order::Task { task, answer } => {
-                // After a panic nobody hears that the channel is closed before the process ends.
-                let answer = ManuallyDrop::new(answer);
-                let done = match perform(runner, task) {
-                    Err(e) if !matches!(e, Error::ResourceExhausted(_) | Error::DataLoss(_)) => {
-                        panic!("rank {rank} failed: {e}")
-                    }
-                    done => done,
-                };
-                ManuallyDrop::into_inner(answer).send((rank, done)).is_ok()
-            }
-        };
-        if !heard {
-            return;
-        }
-    }
-}
-
-/// Carries out `task` and drops it, so that the memory it holds is free before anybody hears that it is done.
-fn perform(runner: &mut ModelRunner, task: Task) -> Result<Answer> {
-    match task {
-        Task::Check(order) => runner.check(&order)?,
-        Task::Reopen => runner.reopen()?,
-        Task::Prepare(order) => runner.prepare(&order)?,
-        Task::Write(order) => runner.write(&order)?,
-        Task::Shadow => return runner.shadow_shards().map(Answer::Storage),
-        Task::Exchange(shards) => return runner.exchange(shards).map(Answer::Storage),
-        Task::Read { spec, rows } => return runner.read(&spec, rows).map(Answer::Read),
-        Task::Release { memory, host_bytes } => return runner.release(memory, host_bytes).map(Answer::Left),
-        Task::Restore(memory) => runner.restore(memory)?,
-        Task::Discard(shards) => drop(shards),
-    }
-    Ok(Answer::Done)
 }
 
 /// Puts whole rows of a parameter together from the parts of the ranks, some of which may be empty.
@@ -277,8 +253,8 @@ fn gather(spec: &ParamSpec, rows: &Range<usize>, parts: &[Vec<u8>]) -> Result<Ve
     Ok(gathered)
 }
 
-/// Runs a part of a rank's thread, and ends the process if it panics: the other ranks would wait for the dead one for
-/// ever. What `body` borrows is not dropped then, as a device that has failed refuses each call, with a message each.
+/// Runs a part of a rank's thread, and ends the process if it panics: the other ranks would wait for the dead one
+/// forever. The values that `body` borrows are not dropped then: a device that has failed would log an error for each.
 #[expect(clippy::exit, reason = "a rank that has failed leaves a step half done, which all requests use")]
 fn end_process_on_panic<T>(rank: usize, body: impl FnOnce() -> T) -> T {
     catch_unwind(AssertUnwindSafe(body)).unwrap_or_else(|_| {

@@ -1,39 +1,39 @@
-//! One rank at work: the forward pass of a step, and on rank 0 the sampling of its tasks.
+//! One rank's model: the forward pass of a step, and on rank 0 the sampling of its tasks.
 
-use std::iter::repeat_n;
 use std::ops::Range;
 
-use rollout_kernels::{KvCache, Least, Ops, Padding, Sampled, SampledTokens};
+use candle_core::Tensor;
+use rollout_kernels::{KvCache, Ops, Padding, Sampled, SampledTokens};
 use tracing::trace_span;
 
 use super::adapters::ResidentAdapters;
 use super::input::{FlatBatch, PlanView};
-use super::weights::{Left, RankWeights};
-use super::{Memory, WeightOrder};
+use super::weights::RankWeights;
+use super::{MemoryKind, Released, WeightOrder};
 use crate::comm::Communicator;
-use crate::error::{Error, Result, panic_message};
-use crate::model::{Additions, Input, LOGITS_ROWS, Workspace, WorkspaceShape};
+use crate::error::{Result, panic_message};
+use crate::model::{AdapterDeltas, Decoder, ForwardContext, LOGITS_ROWS, Workspace, WorkspaceShape};
 use crate::types::{LogitsRow, StepOutput, StepPlan};
-use crate::weights::{ParamSpec, ShadowShard};
+use crate::weights::ShadowShard;
 
 /// One rank of the model: operators, weights, KV cache, workspace, and its end of the communicator.
 pub struct ModelRunner {
     ops: Ops,
     comm: Box<dyn Communicator>,
-    weights: RankWeights,
+    pub(super) weights: RankWeights,
     adapters: ResidentAdapters,
     kv: Vec<KvCache>,
     workspace_shape: WorkspaceShape,
     /// `None` while it is released.
     workspace: Option<Workspace>,
     block_size: usize,
-    /// Whether the device may record passes and repeat them.
-    records: bool,
+    /// Whether the device may capture steps as CUDA graphs and replay them.
+    uses_graphs: bool,
     batch: FlatBatch,
 }
 
 impl ModelRunner {
-    /// Calls `join` when all else is done: a rank that has joined waits for the others when it goes.
+    /// Calls `join` last, because a rank that has joined waits for the others when it is dropped.
     ///
     /// # Errors
     /// `ResourceExhausted` if the device has not as much memory as the KV cache and the workspace take; and those of
@@ -45,7 +45,7 @@ impl ModelRunner {
         mut kv: Vec<KvCache>,
         workspace_shape: WorkspaceShape,
         block_size: usize,
-        records: bool,
+        uses_graphs: bool,
     ) -> Result<Self> {
         kv.iter_mut().try_for_each(KvCache::restore)?;
         let workspace = Some(Workspace::new(&workspace_shape)?);
@@ -60,7 +60,7 @@ impl ModelRunner {
             workspace,
             workspace_shape,
             block_size,
-            records,
+            uses_graphs,
             batch: FlatBatch::default(),
         })
     }
@@ -74,53 +74,48 @@ impl ModelRunner {
             true => trace_span!("decode on rank", rank = self.comm.rank()).entered(),
             false => trace_span!("prefill on rank", rank = self.comm.rank()).entered(),
         };
-        let workspace = self.workspace.as_ref().expect("a step has its workspace");
-        let model = self.weights.decoder();
         for cache in &mut self.kv {
             self.ops.copy_blocks(cache, &plan.copies)?;
         }
         let prepare = trace_span!("prepare").entered();
         self.batch.fill(plan, self.block_size);
         let view = PlanView::new(plan);
-        let step = match self.repeats(plan) {
-            true => self.ops.prepare_padded(self.batch.step(&view), self.padding())?,
-            false => self.ops.prepare(self.batch.step(&view))?,
+        let step = match self.padding(plan) {
+            Some(padding) => self.ops.prepare_padded(self.batch.step(&view), padding)?,
+            None => self.ops.prepare(self.batch.step(&view))?,
         };
-        // Rows that pad a step use what its own do.
-        let kind = self.batch.adapters.last().copied().flatten();
-        let padded = repeat_n(kind, step.rows() - self.batch.adapters.len());
-        let adapters = self.adapters.of_rows(self.batch.adapters.iter().copied().chain(padded));
-        let input = Input { step: &step, additions: adapters.as_ref().map(|a| a as &dyn Additions) };
+        let row_adapters = self.batch.row_adapters(step.rows());
+        let adapters = self.adapters.of_rows(&row_adapters);
+        let context = ForwardContext {
+            ops: &self.ops,
+            comm: &*self.comm,
+            step: &step,
+            adapters: adapters.as_ref().map(|a| a as &dyn AdapterDeltas),
+            workspace: self.workspace.as_ref().expect("a step has its workspace"),
+        };
+        // A graph computes the logits of all rows, padding included.
+        let is_in_graph = self.ops.samples_in_graph(&step);
+        let head_adapters = if is_in_graph { &row_adapters } else { &self.batch.logits_adapters() };
+        let decoder = self.weights.decoder();
+        let head = Head { decoder, context, resident: &self.adapters, adapters: head_adapters };
         drop(prepare);
-        let samples_in_pass = self.ops.samples_in_pass(&step);
-        let is_first = self.comm.rank() == 0;
-        let least = |mine| self.comm.least(mine);
-        let ranks: Option<Least<'_>> = if self.comm.world() > 1 { Some(&least) } else { None };
-        self.ops.pass(&step, ranks, || {
-            model.forward(&self.ops, &*self.comm, input, &mut self.kv, workspace)?;
-            for rows in parts(if samples_in_pass { step.rows() } else { 0 }) {
-                let adapters = self.adapters.of_rows(repeat_n(kind, rows.len()));
-                let additions = adapters.as_ref().map(|a| a as &dyn Additions);
-                let logits = model.logits(&self.ops, &*self.comm, &step, rows.clone(), workspace, additions)?;
-                if is_first {
-                    self.ops.sample_in_pass(&logits, &step, rows)?;
-                }
+
+        let mut sampled = Vec::new();
+        self.ops.capture_or_replay(&step, &*self.comm, || {
+            decoder.forward(&context, &mut self.kv)?;
+            match is_in_graph {
+                true => head.answer(|logits, rows| Ok(self.ops.sample_in_graph(logits, &step, rows)?)),
+                false => Ok(()),
             }
-            Ok::<_, Error>(())
         })?;
         let wanted: Vec<&LogitsRow> = plan.sequences.iter().flat_map(|s| &s.logits).collect();
-        let mut sampled = Vec::new();
-        if samples_in_pass && is_first {
+        if !is_in_graph {
+            head.answer(|logits, rows| {
+                sampled.push((rows.clone(), self.ops.sample(logits, &step, rows)?));
+                Ok(())
+            })?;
+        } else if self.comm.rank() == 0 {
             sampled.push((0..wanted.len(), self.ops.sampled(&step)?));
-        }
-        for rows in parts(if samples_in_pass { 0 } else { wanted.len() }) {
-            let of_rows = self.batch.logits[rows.clone()].iter().map(|row| self.batch.adapters[row.row as usize]);
-            let adapters = self.adapters.of_rows(of_rows);
-            let additions = adapters.as_ref().map(|a| a as &dyn Additions);
-            let logits = model.logits(&self.ops, &*self.comm, &step, rows.clone(), workspace, additions)?;
-            if is_first {
-                sampled.push((rows.clone(), self.ops.sample(&logits, &step, rows)?));
-            }
         }
         let mut output = StepOutput { tokens: Vec::with_capacity(plan.tasks().count()), failed: Vec::new() };
         for (rows, sampled) in sampled {
@@ -129,20 +124,17 @@ impl ModelRunner {
         Ok(output)
     }
 
-    /// Whether a step is one of many alike: a row of each sequence, and all with the same adapter or none. All ranks
-    /// say the same of it.
-    fn repeats(&self, plan: &StepPlan) -> bool {
-        self.records
-            && !plan.is_empty()
-            && plan.sequences.iter().all(|s| s.tokens.len() == 1)
-            && self.batch.adapters.windows(2).all(|rows| rows[0] == rows[1])
-    }
-
-    /// What a step that repeats may be padded to. Its adapter is its kind.
-    fn padding(&self) -> Padding {
+    /// How a step may be padded for a CUDA graph, or `None` if it cannot be one: in a graph every sequence has one row,
+    /// and all rows have the same adapter or none, which is the graph's variant. The same on all ranks.
+    fn padding(&self, plan: &StepPlan) -> Option<Padding> {
+        let has_one_row_each = !plan.is_empty() && plan.sequences.iter().all(|s| s.tokens.len() == 1);
+        let has_one_adapter = self.batch.adapters.windows(2).all(|rows| rows[0] == rows[1]);
         let WorkspaceShape { config, max_batch_tokens, .. } = &self.workspace_shape;
-        let kind = self.batch.adapters.last().copied().flatten();
-        Padding { most_rows: *max_batch_tokens, vocabulary: config.vocab_size, kind }
+        (self.uses_graphs && has_one_row_each && has_one_adapter).then(|| Padding {
+            most_rows: *max_batch_tokens,
+            vocabulary: config.vocab_size,
+            variant: self.batch.adapters.last().copied().flatten(),
+        })
     }
 
     /// See [`RankWeights::check`].
@@ -155,14 +147,9 @@ impl ModelRunner {
         self.weights.prepare(&self.ops, &*self.comm, order)
     }
 
-    /// See [`RankWeights::reopen`].
-    pub fn reopen(&mut self) -> Result<()> {
-        self.weights.reopen()
-    }
-
     /// Changes the weights or the resident adapters.
     pub fn write(&mut self, order: &WeightOrder) -> Result<()> {
-        self.ops.forget_passes();
+        self.ops.drop_graphs();
         match order {
             WeightOrder::AddAdapter { generation, adapter } => {
                 self.adapters.add(self.weights.shapes(), *generation, adapter)
@@ -175,67 +162,78 @@ impl ModelRunner {
         }
     }
 
-    /// See [`RankWeights::shadow_shards`].
-    pub fn shadow_shards(&mut self) -> Result<Vec<ShadowShard>> {
-        self.weights.shadow_shards()
-    }
-
     /// See [`RankWeights::exchange`].
     pub fn exchange(&mut self, shards: Vec<ShadowShard>) -> Result<Vec<ShadowShard>> {
-        self.ops.forget_passes();
+        self.ops.drop_graphs();
         self.weights.exchange(shards)
     }
 
-    /// See [`RankWeights::read`].
-    pub fn read(&mut self, spec: &ParamSpec, rows: Range<usize>) -> Result<Vec<u8>> {
-        self.weights.read(spec, rows)
-    }
-
     /// Gives memory back to the system; see [`RankWeights::release`].
-    pub fn release(&mut self, memory: Memory, host_bytes: u64) -> Result<Left> {
-        self.ops.forget_passes();
+    pub fn release(&mut self, memory: MemoryKind, host_bytes: u64) -> Result<Released> {
+        self.ops.drop_graphs();
         match memory {
-            Memory::KvCache => self.kv.iter_mut().for_each(KvCache::release),
-            Memory::Workspace => {
+            MemoryKind::KvCache => self.kv.iter_mut().for_each(KvCache::release),
+            MemoryKind::Workspace => {
                 self.workspace = None;
                 self.batch = FlatBatch::default();
                 self.adapters.release_buffers();
                 self.ops.release();
                 self.comm.release();
             }
-            Memory::Weights | Memory::WeightsAndBase => {
-                // A push while the KV cache sleeps has left what its operators keep.
+            MemoryKind::Weights | MemoryKind::WeightsAndBase => {
+                // A push while the KV cache sleeps has left memory that its operators reuse.
                 if self.workspace.is_none() {
                     self.ops.release();
                     self.comm.release();
                 }
-                return self.weights.release(memory == Memory::Weights, host_bytes);
+                return self.weights.release(memory == MemoryKind::Weights, host_bytes);
             }
         }
-        Ok(Left { kept: 0, offloaded: self.workspace_shape.build.device.offloaded_bytes() })
+        Ok(Released { offloaded: self.workspace_shape.build.device.offloaded_bytes(), ..Released::default() })
     }
 
     /// Takes released memory again; its content is unspecified.
     ///
     /// # Errors
     /// `ResourceExhausted` if the device has not as much.
-    pub fn restore(&mut self, memory: Memory) -> Result<()> {
+    pub fn restore(&mut self, memory: MemoryKind) -> Result<()> {
         match memory {
-            Memory::KvCache => self.kv.iter_mut().try_for_each(KvCache::restore)?,
-            Memory::Workspace => {
+            MemoryKind::KvCache => self.kv.iter_mut().try_for_each(KvCache::restore)?,
+            MemoryKind::Workspace => {
                 self.workspace = Some(Workspace::new(&self.workspace_shape)?);
                 self.comm.restore()?;
-                self.adapters.take_buffers(self.weights.shapes())?;
+                self.adapters.restore_buffers(self.weights.shapes())?;
             }
-            Memory::Weights | Memory::WeightsAndBase => self.weights.restore()?,
+            MemoryKind::Weights | MemoryKind::WeightsAndBase => self.weights.restore()?,
         }
         Ok(())
     }
 }
 
-/// Parts of so many rows of logits that there are buffers for.
-fn parts(rows: usize) -> impl Iterator<Item = Range<usize>> {
-    (0..rows).step_by(LOGITS_ROWS).map(move |first| first..rows.min(first + LOGITS_ROWS))
+/// The head of the model over the rows of a step whose logits are wanted.
+struct Head<'a> {
+    decoder: &'a Decoder,
+    context: ForwardContext<'a>,
+    resident: &'a ResidentAdapters,
+    /// The adapter of each row.
+    adapters: &'a [Option<u64>],
+}
+
+impl Head<'_> {
+    /// Computes the logits on every rank, in parts that fit into the buffers. Rank 0 answers the tasks of each part.
+    fn answer(&self, mut answer: impl FnMut(&Tensor, Range<usize>) -> Result<()>) -> Result<()> {
+        let count = self.adapters.len();
+        for first in (0..count).step_by(LOGITS_ROWS) {
+            let rows = first..count.min(first + LOGITS_ROWS);
+            let adapters = self.resident.of_rows(&self.adapters[rows.clone()]);
+            let adapters = adapters.as_ref().map(|a| a as &dyn AdapterDeltas);
+            let logits = self.decoder.logits(&ForwardContext { adapters, ..self.context }, rows.clone())?;
+            if self.context.comm.rank() == 0 {
+                answer(&logits, rows)?;
+            }
+        }
+        Ok(())
+    }
 }
 
 /// Waits for the answers to `rows` of the plan and appends them to `output`.

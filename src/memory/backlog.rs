@@ -9,7 +9,7 @@ use super::Traffic;
 /// left, not of the whole, so that many slow readers share what there is and none of them can fill it (Choudhury and
 /// Hahne 1998, dynamic thresholds of shared buffers).
 const SHARE: u64 = 8;
-/// Bytes that may always wait for a reader, so that a request goes on as soon as its reader reads.
+/// Bytes that may always wait for a reader, so that a request continues as soon as its reader reads.
 const LEAST: u64 = 64 << 10;
 /// Most bytes that may wait for a reader: a reader that lags by so much is no faster with more.
 const MOST: u64 = 16 << 20;
@@ -23,7 +23,7 @@ pub struct Backlog(Arc<Waiting>);
 struct Waiting {
     traffic: Traffic,
     bytes: AtomicU64,
-    /// True from when the engine was told that the backlog is full until it is told that it has drained.
+    /// Whether the engine has seen that the backlog is full, and not yet that it has drained.
     lags: AtomicBool,
 }
 
@@ -39,8 +39,8 @@ impl Backlog {
         self.0.bytes.fetch_add(bytes, Ordering::SeqCst);
     }
 
-    /// Subtracts `bytes` that the reader has taken. Returns whether to tell the engine, which holds the request back,
-    /// that the request may go on.
+    /// Subtracts `bytes` that the reader has taken. Returns whether to notify the engine, which has suspended the
+    /// request, that the request may continue.
     #[must_use]
     pub fn take(&self, bytes: u64) -> bool {
         let left = self.0.bytes.fetch_sub(bytes, Ordering::SeqCst) - bytes;

@@ -215,7 +215,7 @@ mod tests {
         assert_eq!((one.remaining(), one.host_report()), (20, None));
     }
 
-    /// What is reserved by memory and use, as a plain table; of one memory there is the first alone.
+    /// Reservations by memory and use, as a plain table; with one memory only the first is used.
     struct Model {
         ceilings: [u64; 2],
         has_host: bool,

@@ -4,13 +4,13 @@ use std::fmt;
 
 use crate::error::{Error, Result};
 
-/// What memory is reserved for.
+/// The use of a reservation.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum MemoryUse {
     /// Code, threads, tokenizer, and whatever no other entry counts.
     Process,
-    /// What the driver takes of a device with memory of its own before anything is stored there: the context, the
-    /// kernels, and the library by which ranks exchange values.
+    /// The driver's own memory on a device with memory of its own: the context, the kernels, and the library by which
+    /// ranks exchange values.
     Context,
     /// The serving weights of all ranks.
     Weights,
@@ -30,11 +30,11 @@ pub enum MemoryUse {
     UpdateStaging,
     /// The weights that the last FULL push has replaced, kept as storage for the next one.
     SpareWeights,
-    /// What a device with memory of its own takes beyond the bytes that are stored, as it gives whole pages.
+    /// Memory lost to rounding on a device with memory of its own, which allocates whole pages.
     PageRounding,
     /// Page-locked memory through which the host and the device exchange values.
     CopyBuffers,
-    /// What a sleep has moved from the device to page-locked memory.
+    /// Page-locked memory with contents that a sleep has moved from the device.
     Offloaded,
 }
 
@@ -116,7 +116,7 @@ impl fmt::Display for MemoryUse {
 pub struct MemoryReport {
     /// The memory that there is.
     pub total: u64,
-    /// What may be reserved of it.
+    /// The part of it that may be reserved.
     pub ceiling: u64,
     pub entries: Vec<(MemoryUse, u64)>,
 }
@@ -124,7 +124,7 @@ pub struct MemoryReport {
 /// Reservations of one memory.
 #[derive(Clone, Debug)]
 pub(super) struct Ledger {
-    /// What messages call its ceiling.
+    /// The name of its ceiling in messages.
     name: &'static str,
     report: MemoryReport,
 }

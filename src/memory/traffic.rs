@@ -21,10 +21,10 @@ const TIGHT: u64 = 8;
 /// A count of bytes below a limit, shared by everything that holds a part of a request or of a reply. Clones share one
 /// count. It is a number, not serving state.
 #[derive(Clone, Debug)]
-pub struct Traffic(Arc<Counts>);
+pub struct Traffic(Arc<ByteCount>);
 
 #[derive(Debug)]
-struct Counts {
+struct ByteCount {
     limit: u64,
     used: AtomicU64,
     high_water: AtomicU64,
@@ -42,7 +42,7 @@ pub enum Level {
 
 impl Traffic {
     pub fn new(limit: u64) -> Self {
-        Self(Arc::new(Counts { limit, used: AtomicU64::new(0), high_water: AtomicU64::new(0) }))
+        Self(Arc::new(ByteCount { limit, used: AtomicU64::new(0), high_water: AtomicU64::new(0) }))
     }
 
     /// Bytes that requests and replies may take together.

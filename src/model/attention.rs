@@ -1,13 +1,13 @@
 //! The attention block of one layer: from the normalised hidden state to its term of the residual stream.
 
 use candle_core::Tensor;
-use rollout_kernels::{AttentionShape, Buffer, Device, KvCache};
+use rollout_kernels::{AttentionShape, Device, DeviceBuffer, KvCache};
 
+use super::adapters::TargetModule;
 use super::config::ModelConfig;
-use super::input::Site;
+use super::context::ForwardContext;
 use super::layers::{Build, HeadDims, Linear, Norm, Projection};
 use super::parameterized::Parameterized;
-use super::pass::Pass;
 use crate::error::Result;
 use crate::weights::ShardRule;
 
@@ -44,34 +44,34 @@ impl Attention {
         let output = Projection { name: name("o_proj"), rows: hidden, rule: ShardRule::Columns, bias: config.o_bias };
         Ok(Self {
             dims: HeadDims::local(config, build),
-            qkv: Linear::by_rows(build, Site::Qkv(layer), qkv, hidden)?,
+            qkv: Linear::by_rows(build, TargetModule::Qkv(layer), qkv, hidden)?,
             q_norm: head_norm("q_norm")?,
             k_norm: head_norm("k_norm")?,
-            output: Linear::by_columns(build, Site::Output(layer), output, heads * head_dim)?,
+            output: Linear::by_columns(build, TargetModule::Output(layer), output, heads * head_dim)?,
             sliding_window: config.sliding_window[layer],
         })
     }
 
     /// Reads the workspace's `normed`, writes the batch's keys and values to `kv`, and leaves its term of the residual
     /// stream in `delta`, without [`Attention::bias`].
-    pub fn forward(&self, pass: &Pass<'_>, rope: &RopeTables, kv: &mut KvCache) -> Result<()> {
-        let (ops, w) = (pass.ops, pass.workspace);
+    pub fn forward(&self, context: &ForwardContext<'_>, rope: &RopeTables, kv: &mut KvCache) -> Result<()> {
+        let (ops, w) = (context.ops, context.workspace);
         self.qkv.forward(ops, &w.normed, &w.qkv)?;
-        pass.add(self.qkv.site(), &w.normed, &w.qkv)?;
-        self.attend(pass, rope, kv)?;
+        context.add_adapters(self.qkv.target(), &w.normed, &w.qkv)?;
+        self.attend(context, rope, kv)?;
         self.output.forward_partial(ops, &w.attention, &w.delta)?;
-        pass.comm.all_reduce_sum(&w.delta)?;
-        pass.add(self.output.site(), &w.attention, &w.delta)
+        context.comm.all_reduce_sum(&w.delta)?;
+        context.add_adapters(self.output.target(), &w.attention, &w.delta)
     }
 
     /// The bias of the output projection.
-    pub fn bias(&self) -> Option<&Buffer> {
+    pub fn bias(&self) -> Option<&DeviceBuffer> {
         self.output.bias()
     }
 
     /// Rotary embedding, KV write and paged attention: reads the workspace's `qkv`, writes its `attention`.
-    fn attend(&self, pass: &Pass<'_>, rope: &RopeTables, kv: &mut KvCache) -> Result<()> {
-        let (ops, step, w) = (pass.ops, pass.input.step, pass.workspace);
+    fn attend(&self, context: &ForwardContext<'_>, rope: &RopeTables, kv: &mut KvCache) -> Result<()> {
+        let (ops, step, w) = (context.ops, context.step, context.workspace);
         let HeadDims { heads, kv_heads, head_dim } = self.dims;
         let q = w.qkv.narrow(1, 0, heads * head_dim)?;
         let k = w.qkv.narrow(1, heads * head_dim, kv_heads * head_dim)?;
@@ -81,7 +81,7 @@ impl Attention {
             k_norm.forward_heads(ops, &k)?;
         }
         for x in [&q, &k] {
-            rope.rotate(pass, x, head_dim)?;
+            rope.rotate(context, x, head_dim)?;
         }
         ops.write_kv(&k, &v, step, kv)?;
         let scale = (head_dim as f32).sqrt().recip();
@@ -106,8 +106,8 @@ impl Parameterized for Attention {
 /// Cosines and sines of the rotary angles, `[positions, head_dim / 2]` each. An angle is position times frequency in
 /// float32, as transformers computes it.
 pub(super) struct RopeTables {
-    cos: Buffer,
-    sin: Buffer,
+    cos: DeviceBuffer,
+    sin: DeviceBuffer,
 }
 
 impl RopeTables {
@@ -119,7 +119,7 @@ impl RopeTables {
     }
 
     /// Rotates each head of `x` (`[rows, heads * head_dim]`) in place by its row's position.
-    fn rotate(&self, pass: &Pass<'_>, x: &Tensor, head_dim: usize) -> Result<()> {
-        Ok(pass.ops.rope(x, head_dim, pass.input.step, &self.cos, &self.sin)?)
+    fn rotate(&self, context: &ForwardContext<'_>, x: &Tensor, head_dim: usize) -> Result<()> {
+        Ok(context.ops.rope(x, head_dim, context.step, &self.cos, &self.sin)?)
     }
 }

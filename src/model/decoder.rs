@@ -4,17 +4,15 @@ use std::collections::HashMap;
 use std::ops::Range;
 
 use candle_core::Tensor;
-use rollout_kernels::{KvCache, Ops, Step};
+use rollout_kernels::KvCache;
 
+use super::adapters::TargetModule;
 use super::attention::{Attention, RopeTables};
 use super::config::ModelConfig;
-use super::input::{Additions, Input, Site};
+use super::context::ForwardContext;
 use super::layers::{Build, Norm, VocabularyMatrix};
 use super::mlp::Mlp;
 use super::parameterized::{Parameterized, Visitor};
-use super::pass::Pass;
-use super::workspace::Workspace;
-use crate::comm::Communicator;
 use crate::error::Result;
 
 struct Layer {
@@ -44,7 +42,7 @@ impl Decoder {
         let layers = (0..config.num_layers).map(|i| Layer::new(config, build, i)).collect::<Result<_>>()?;
         let head = match config.tie_word_embeddings {
             true => None,
-            false => Some(VocabularyMatrix::new(build, Some(Site::Head), "lm_head.weight", vocab, hidden)?),
+            false => Some(VocabularyMatrix::new(build, Some(TargetModule::Head), "lm_head.weight", vocab, hidden)?),
         };
         let mut decoder = Self {
             embedding: VocabularyMatrix::new(build, None, "model.embed_tokens.weight", vocab, hidden)?,
@@ -66,47 +64,33 @@ impl Decoder {
     }
 
     /// Runs all layers over a batch and writes its KV. Leaves the final hidden state, normalised for
-    /// [`Decoder::logits`], in `workspace.normed`, one row per token.
-    pub fn forward(
-        &self,
-        ops: &Ops,
-        comm: &dyn Communicator,
-        input: Input<'_>,
-        kv: &mut [KvCache],
-        workspace: &Workspace,
-    ) -> Result<()> {
-        let w = &workspace.rows(input.step.rows())?;
-        let pass = &Pass { ops, comm, input, workspace: w };
-        self.embedding.embed(ops, input.step, &w.hidden)?;
+    /// [`Decoder::logits`], in the workspace's `normed`, one row per token.
+    pub fn forward(&self, context: &ForwardContext<'_>, kv: &mut [KvCache]) -> Result<()> {
+        let ForwardContext { ops, comm, step, .. } = *context;
+        let w = &context.workspace.rows(step.rows())?;
+        let context = &ForwardContext { workspace: w, ..*context };
+        self.embedding.embed(ops, step, &w.hidden)?;
         comm.all_reduce_sum(&w.hidden)?;
         self.layers[0].attention_norm.forward(ops, &w.hidden, &w.normed)?;
         for (i, (layer, kv)) in self.layers.iter().zip(kv).enumerate() {
-            layer.attention.forward(pass, &self.rope, kv)?;
+            layer.attention.forward(context, &self.rope, kv)?;
             layer.mlp_norm.add_forward(ops, &w.hidden, &w.delta, layer.attention.bias(), &w.normed)?;
-            layer.mlp.forward(pass)?;
+            layer.mlp.forward(context)?;
             let next_norm = self.layers.get(i + 1).map_or(&self.norm, |next| &next.attention_norm);
             next_norm.add_forward(ops, &w.hidden, &w.delta, layer.mlp.bias(), &w.normed)?;
         }
         Ok(())
     }
 
-    /// Logits of some of the rows that the step wants logits of, `[rows.len(), vocabulary]`. Comes after the step's
-    /// forward pass; at most [`super::LOGITS_ROWS`] rows at once, since all calls share one buffer.
-    pub fn logits(
-        &self,
-        ops: &Ops,
-        comm: &dyn Communicator,
-        step: &Step<'_>,
-        rows: Range<usize>,
-        workspace: &Workspace,
-        additions: Option<&dyn Additions>,
-    ) -> Result<Tensor> {
+    /// Logits of some of the rows whose logits the step wants, `[rows.len(), vocabulary]`, after the step's
+    /// [`Decoder::forward`]. The adapters of `context` are those of `rows`. At most [`super::LOGITS_ROWS`] rows at
+    /// once, since all calls share one buffer.
+    pub fn logits(&self, context: &ForwardContext<'_>, rows: Range<usize>) -> Result<Tensor> {
+        let ForwardContext { ops, comm, step, workspace, .. } = *context;
         let w = workspace.logits_rows(rows.len())?;
         ops.select_logits_rows(&workspace.normed, step, rows, &w.selected)?;
         self.head.as_ref().unwrap_or(&self.embedding).logits(ops, &w.selected, &w.local_logits)?;
-        if let Some(additions) = additions {
-            additions.add(ops, comm, Site::Head, &w.selected, &w.local_logits)?;
-        }
+        context.add_adapters(TargetModule::Head, &w.selected, &w.local_logits)?;
         comm.all_gather_columns(&w.local_logits, &w.logits)?;
         Ok(w.logits)
     }

@@ -2,20 +2,20 @@
 //! part of it.
 
 use candle_core::Tensor;
-use rollout_kernels::{Buffer, Device, Matrix, MatrixShape, Ops, Step, WeightDtype};
+use rollout_kernels::{Device, DeviceBuffer, Matrix, MatrixShape, Ops, Step, StorageDtype};
 
+use super::adapters::TargetModule;
 use super::config::ModelConfig;
-use super::input::Site;
-use super::parameterized::{MatrixVisitor, ParamSlot, Parameterized, SiteParameters, Visitor};
+use super::parameterized::{MatrixVisitor, ParamSlot, Parameterized, TargetParameters, Visitor};
 use crate::error::Result;
 use crate::weights::{ParamSpec, Partition, ShardRule};
 
-/// What a rank's layers are made with.
+/// The device, shard and dtype that a rank builds its layers with.
 #[derive(Clone)]
 pub struct Build {
     pub device: Device,
     pub partition: Partition,
-    pub weights: WeightDtype,
+    pub weights: StorageDtype,
 }
 
 impl Build {
@@ -45,9 +45,9 @@ impl HeadDims {
 
 /// One or more projections of the same input, fused by rows: `y = x Wᵀ + b`.
 pub struct Linear {
-    site: Site,
+    target: TargetModule,
     weight: Matrix,
-    bias: Option<Buffer>,
+    bias: Option<DeviceBuffer>,
     /// Each projection's weight, its bias, and the first row of `weight` that it has on this rank.
     parts: Vec<(ParamSpec, Option<ParamSpec>, usize)>,
 }
@@ -64,7 +64,7 @@ pub struct Projection {
 impl Linear {
     /// Column-parallel projections: each rank computes some of the outputs (or all, where they are replicated), so that
     /// no communication follows.
-    pub fn by_rows(build: &Build, site: Site, projections: Vec<Projection>, columns: usize) -> Result<Self> {
+    pub fn by_rows(build: &Build, target: TargetModule, projections: Vec<Projection>, columns: usize) -> Result<Self> {
         let mut parts = Vec::new();
         let mut rows = 0;
         for p in projections {
@@ -77,12 +77,12 @@ impl Linear {
         let has_bias = parts.iter().any(|p| p.1.is_some());
         let bias = if has_bias { Some(build.device.buffer(rows)?) } else { None };
         // One leaf, because the reduction over the input features is never split over ranks.
-        Ok(Self { site, weight: build.matrix(rows, columns, 1), bias, parts })
+        Ok(Self { target, weight: build.matrix(rows, columns, 1), bias, parts })
     }
 
     /// A row-parallel projection: each rank has some of the input features, and its outputs are partial sums that an
     /// all-reduce must add up before the bias is added.
-    pub fn by_columns(build: &Build, site: Site, projection: Projection, columns: usize) -> Result<Self> {
+    pub fn by_columns(build: &Build, target: TargetModule, projection: Projection, columns: usize) -> Result<Self> {
         let Projection { name, rows, rule, bias } = projection;
         let weight = ParamSpec::new(format!("{name}.weight"), vec![rows, columns], rule);
         let bias_spec = bias.then(|| ParamSpec::new(format!("{name}.bias"), vec![rows], ShardRule::Replicated));
@@ -90,7 +90,7 @@ impl Linear {
         let leaves = build.partition.leaves(columns);
         let bias = if bias { Some(build.device.buffer(rows)?) } else { None };
         let weight_matrix = build.matrix(rows, local, leaves);
-        Ok(Self { site, weight: weight_matrix, bias, parts: vec![(weight, bias_spec, 0)] })
+        Ok(Self { target, weight: weight_matrix, bias, parts: vec![(weight, bias_spec, 0)] })
     }
 
     /// `out = x Wᵀ + b`; `x` is `[rows, k]`, `out` `[rows, n]`.
@@ -109,13 +109,13 @@ impl Linear {
         Ok(ops.linear(x, &self.weight, None, out)?)
     }
 
-    pub fn bias(&self) -> Option<&Buffer> {
+    pub fn bias(&self) -> Option<&DeviceBuffer> {
         self.bias.as_ref()
     }
 
-    /// The site by which adapters find this layer's output.
-    pub fn site(&self) -> Site {
-        self.site
+    /// The module by which adapters name this layer.
+    pub fn target(&self) -> TargetModule {
+        self.target
     }
 }
 
@@ -135,8 +135,8 @@ impl Parameterized for Linear {
         visitor(&specs, &mut self.weight)
     }
 
-    fn sites(&self) -> Vec<SiteParameters<'_>> {
-        vec![(self.site, self.parts.iter().map(|(weight, _, first_row)| (weight, *first_row)).collect())]
+    fn target_modules(&self) -> Vec<TargetParameters<'_>> {
+        vec![(self.target, self.parts.iter().map(|(weight, _, first_row)| (weight, *first_row)).collect())]
     }
 
     fn bytes(&self) -> u64 {
@@ -147,19 +147,19 @@ impl Parameterized for Linear {
 /// A matrix with one row per token of the vocabulary, split evenly over ranks: the token embedding, the head, or both
 /// where they are tied.
 pub struct VocabularyMatrix {
-    /// `None` for a matrix whose output no adapter adds to.
-    site: Option<Site>,
+    /// `None` for a matrix whose output no adapter changes.
+    target: Option<TargetModule>,
     matrix: Matrix,
     spec: ParamSpec,
     first_token: usize,
 }
 
 impl VocabularyMatrix {
-    pub fn new(build: &Build, site: Option<Site>, name: &str, vocab: usize, hidden: usize) -> Result<Self> {
+    pub fn new(build: &Build, target: Option<TargetModule>, name: &str, vocab: usize, hidden: usize) -> Result<Self> {
         let spec = ParamSpec::new(name, vec![vocab, hidden], ShardRule::Rows);
         let rows = build.partition.slice(&spec)?.rows;
         let matrix = build.matrix(rows.len(), hidden, 1);
-        Ok(Self { site, matrix, spec, first_token: rows.start })
+        Ok(Self { target, matrix, spec, first_token: rows.start })
     }
 
     /// Token embedding: `out[i]` is the row of the step's token `i`, or zeros where another rank has that token. An
@@ -183,8 +183,8 @@ impl Parameterized for VocabularyMatrix {
         visitor(&[&self.spec], &mut self.matrix)
     }
 
-    fn sites(&self) -> Vec<SiteParameters<'_>> {
-        self.site.iter().map(|site| (*site, vec![(&self.spec, 0)])).collect()
+    fn target_modules(&self) -> Vec<TargetParameters<'_>> {
+        self.target.iter().map(|target| (*target, vec![(&self.spec, 0)])).collect()
     }
 
     fn bytes(&self) -> u64 {
@@ -194,7 +194,7 @@ impl Parameterized for VocabularyMatrix {
 
 /// RMS normalisation. Its weights are whole on every rank.
 pub struct Norm {
-    weight: Buffer,
+    weight: DeviceBuffer,
     spec: ParamSpec,
     eps: f32,
 }
@@ -219,7 +219,7 @@ impl Norm {
         ops: &Ops,
         residual: &Tensor,
         delta: &Tensor,
-        bias: Option<&Buffer>,
+        bias: Option<&DeviceBuffer>,
         out: &Tensor,
     ) -> Result<()> {
         Ok(ops.add_rms_norm(residual, delta, bias, &self.weight, self.eps, out)?)
@@ -240,7 +240,7 @@ impl Parameterized for Norm {
         Ok(())
     }
 
-    fn sites(&self) -> Vec<SiteParameters<'_>> {
+    fn target_modules(&self) -> Vec<TargetParameters<'_>> {
         Vec::new()
     }
 

@@ -1,12 +1,12 @@
 //! The feed-forward block (MLP) of one layer.
 
-use rollout_kernels::Buffer;
+use rollout_kernels::DeviceBuffer;
 
+use super::adapters::TargetModule;
 use super::config::ModelConfig;
-use super::input::Site;
+use super::context::ForwardContext;
 use super::layers::{Build, Linear, Projection};
 use super::parameterized::Parameterized;
-use super::pass::Pass;
 use crate::error::Result;
 use crate::weights::ShardRule;
 
@@ -30,30 +30,30 @@ impl Mlp {
         let gate_up = vec![by_rows("gate_proj"), by_rows("up_proj")];
         let down = projection("down_proj", hidden, ShardRule::Columns);
         Ok(Self {
-            gate_up: Linear::by_rows(build, Site::GateUp(layer), gate_up, hidden)?,
-            down: Linear::by_columns(build, Site::Down(layer), down, intermediate)?,
+            gate_up: Linear::by_rows(build, TargetModule::GateUp(layer), gate_up, hidden)?,
+            down: Linear::by_columns(build, TargetModule::Down(layer), down, intermediate)?,
         })
     }
 
     /// Reads the workspace's `normed` and leaves the block's term of the residual stream in `delta`, without
     /// [`Mlp::bias`].
-    pub fn forward(&self, pass: &Pass<'_>) -> Result<()> {
-        let (ops, w) = (pass.ops, pass.workspace);
-        match pass.input.additions {
+    pub fn forward(&self, context: &ForwardContext<'_>) -> Result<()> {
+        let (ops, w) = (context.ops, context.workspace);
+        match context.adapters {
             None => self.gate_up.forward_silu_mul(ops, &w.normed, &w.gate_up, &w.activation)?,
             Some(_) => {
                 self.gate_up.forward(ops, &w.normed, &w.gate_up)?;
-                pass.add(self.gate_up.site(), &w.normed, &w.gate_up)?;
+                context.add_adapters(self.gate_up.target(), &w.normed, &w.gate_up)?;
                 ops.silu_mul(&w.gate_up, &w.activation)?;
             }
         }
         self.down.forward_partial(ops, &w.activation, &w.delta)?;
-        pass.comm.all_reduce_sum(&w.delta)?;
-        pass.add(self.down.site(), &w.activation, &w.delta)
+        context.comm.all_reduce_sum(&w.delta)?;
+        context.add_adapters(self.down.target(), &w.activation, &w.delta)
     }
 
     /// The bias of the down projection.
-    pub fn bias(&self) -> Option<&Buffer> {
+    pub fn bias(&self) -> Option<&DeviceBuffer> {
         self.down.bias()
     }
 }

@@ -1,8 +1,8 @@
 //! Parts of a model that hold parameters: layers, and blocks that are made of layers.
 
-use rollout_kernels::{Buffer, Matrix};
+use rollout_kernels::{DeviceBuffer, Matrix};
 
-use super::input::Site;
+use super::adapters::TargetModule;
 use crate::error::Result;
 use crate::weights::ParamSpec;
 
@@ -11,7 +11,7 @@ pub enum ParamSlot<'a> {
     /// Rows of a matrix from `first_row` on; several parameters can share one (query, key and value).
     Matrix { matrix: &'a mut Matrix, first_row: usize },
     /// Values of a float32 buffer from `offset` on; several parameters can share one.
-    Vector { vector: &'a Buffer, offset: usize },
+    Vector { vector: &'a DeviceBuffer, offset: usize },
 }
 
 /// A callback that is shown each parameter of a model, in the model's order.
@@ -20,9 +20,9 @@ pub type Visitor<'v> = dyn FnMut(&ParamSpec, ParamSlot<'_>) -> Result<()> + 'v;
 /// A callback that is shown each matrix of a model, with the parameters that share it.
 pub type MatrixVisitor<'v> = dyn FnMut(&[&ParamSpec], &mut Matrix) -> Result<()> + 'v;
 
-/// A site with the weights of its projections. Beside each weight is the first column that its output has in the site's
-/// output on this rank.
-pub type SiteParameters<'a> = (Site, Vec<(&'a ParamSpec, usize)>);
+/// A target module with the weights of its projections. Beside each weight is the first column of its output in the
+/// module's output on this rank.
+pub type TargetParameters<'a> = (TargetModule, Vec<(&'a ParamSpec, usize)>);
 
 /// A part of a model: a layer with parameters of its own, or a list of further parts. A list implements
 /// [`parts`](Self::parts) and [`parts_mut`](Self::parts_mut), a layer implements all other methods.
@@ -53,9 +53,9 @@ pub trait Parameterized {
         self.parts_mut().into_iter().try_for_each(|part| part.visit_matrices(visitor))
     }
 
-    /// The sites of its linear layers, for adapters.
-    fn sites(&self) -> Vec<SiteParameters<'_>> {
-        self.parts().into_iter().flat_map(|part| part.sites()).collect()
+    /// Its linear layers as target modules of adapters.
+    fn target_modules(&self) -> Vec<TargetParameters<'_>> {
+        self.parts().into_iter().flat_map(|part| part.target_modules()).collect()
     }
 
     /// Bytes that the parameters take on this rank while none is released.

@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use candle_core::{Result, Tensor};
-use rollout_kernels::{Activations, KvCache, KvDtype, KvLayout};
+use rollout_kernels::{Activations, KvCache, KvLayout, StorageDtype};
 
 use super::config::ModelConfig;
 use super::layers::{Build, HeadDims};
@@ -12,7 +12,7 @@ use super::layers::{Build, HeadDims};
 /// vocabulary of 152k: 64 rows stay below 40 MB.
 pub const LOGITS_ROWS: usize = 64;
 
-/// What decides the size of a rank's workspace.
+/// The values that determine the size of a rank's workspace.
 #[derive(Clone)]
 pub struct WorkspaceShape {
     pub config: ModelConfig,
@@ -33,7 +33,7 @@ pub struct Workspace {
     pub gate_up: Tensor,
     pub activation: Tensor,
     head: LogitsRows,
-    /// What the tensors are views of: their memory goes back to the device with the last of these.
+    /// The buffers that the tensors are views of. The device's memory is freed with the last clone.
     memory: Arc<[Activations]>,
 }
 
@@ -137,7 +137,7 @@ impl Widths {
 pub fn kv_caches(
     config: &ModelConfig,
     build: &Build,
-    dtype: KvDtype,
+    dtype: StorageDtype,
     blocks: usize,
     block_size: usize,
 ) -> Vec<KvCache> {
@@ -146,11 +146,11 @@ pub fn kv_caches(
 }
 
 /// Bytes that one block takes on one rank: keys and values of all layers.
-pub fn kv_bytes_per_block(config: &ModelConfig, build: &Build, dtype: KvDtype, block_size: usize) -> u64 {
+pub fn kv_bytes_per_block(config: &ModelConfig, build: &Build, dtype: StorageDtype, block_size: usize) -> u64 {
     (config.num_layers * kv_layout(config, build, dtype, 1, block_size).bytes_per_block()) as u64
 }
 
-fn kv_layout(config: &ModelConfig, build: &Build, dtype: KvDtype, blocks: usize, block_size: usize) -> KvLayout {
+fn kv_layout(config: &ModelConfig, build: &Build, dtype: StorageDtype, blocks: usize, block_size: usize) -> KvLayout {
     let HeadDims { kv_heads, head_dim, .. } = HeadDims::local(config, build);
     KvLayout { blocks, block_size, kv_heads, head_dim, dtype }
 }

@@ -18,11 +18,11 @@ pub struct Group {
     /// [`Scheduler::change_policy`]: super::Scheduler::change_policy
     pub salt: CacheSalt,
     pub kind: GroupKind,
-    /// What the samples' texts must match; `None` for any text.
+    /// The grammar that the samples' texts must match; `None` for any text.
     pub grammar: Option<Arc<Grammar>>,
 }
 
-/// What is computed for a group.
+/// The work of a group.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum GroupKind {
     /// One sample per seed, of which there is at least one; with `prompt_logprobs`, the prompt's log-probabilities too.
@@ -71,6 +71,6 @@ pub enum Outcome {
     /// what its grammar takes more than before.
     Token { sample: SampleKey, logprobs: TokenLogprobs, finish: Option<FinishReason>, grammar_bytes: usize },
     /// A sample's grammar cannot say which tokens may follow, for this reason. The sample has ended, and its request
-    /// cannot go on.
+    /// cannot continue.
     GrammarFailed { sample: SampleKey, error: GrammarError },
 }

@@ -1,5 +1,5 @@
 //! Masks that are not computed within a step. Their samples wait without a place in the batch, as if they were
-//! preempted, and the others run. What a sample is given does not depend on when its mask is ready.
+//! preempted, and the others run. A sample's tokens do not depend on when its mask is ready.
 
 use super::sequence::PendingToken;
 use super::{Outcome, Scheduler, SeqId, Sequence};

@@ -24,7 +24,7 @@
 //! 8. A sample ends by a rule ([`stop_reason`]), by [`Scheduler::finish`] (a stop string) or by [`Scheduler::abort`].
 //! 9. Between two steps a request whose reader lags may be suspended ([`Scheduler::suspend`]) until it is resumed.
 //! 10. Between two steps the policy may change ([`Scheduler::change_policy`]), or all blocks may be given back
-//!     ([`Scheduler::release_all`]). The sequences then compute again what they have lost, and go on.
+//!     ([`Scheduler::release_all`]). The sequences then recompute their KV and continue.
 //!
 //! # Order and progress
 //!
@@ -97,7 +97,7 @@ pub struct Scheduler {
     in_flight: Vec<SeqId>,
     /// Groups whose first tokens are in the last plan.
     begun: Vec<GroupKey>,
-    /// What the masks of the current step may still take here, and those that it has no room for.
+    /// The time left for masks in the current step, and the masks that it has no time for.
     mask_budget: MaskBudget,
     mask_jobs: Vec<MaskJob>,
     /// Number of samples that have not ended, queued ones included; a scored prompt counts as one.
@@ -108,7 +108,7 @@ pub struct Scheduler {
     stats: EngineStats,
 }
 
-/// What the scheduler keeps of a group beside its sequences.
+/// The scheduler's state of a group, beside its sequences.
 #[derive(Debug)]
 struct GroupState {
     /// Number of groups that were admitted before.

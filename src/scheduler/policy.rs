@@ -6,7 +6,7 @@ use super::{Scheduler, Sequence};
 use crate::cache::KvCacheManager;
 use crate::types::RequestKey;
 
-/// What happens, when the policy changes, to the KV of samples that already have tokens.
+/// How a change of the policy treats the KV of samples that already have tokens.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum RunningKv {
     /// The KV stays, and only what is computed from now on is of the new policy. The blocks of such a sequence are
@@ -30,7 +30,7 @@ impl Scheduler {
     }
 
     /// Gives every block back and forgets every cached prefix, before the memory of the cache is released. The
-    /// sequences compute their tokens again when they go on.
+    /// sequences compute their tokens again when they continue.
     ///
     /// # Panics
     /// If the last plan has not been answered.

@@ -33,7 +33,7 @@ pub(super) struct Sequence {
     /// The policy and the adapter of all KV that is computed from now on.
     pub salt: CacheSalt,
     pub outputs: Vec<TokenId>,
-    /// What its grammar lets follow, if it has one: a function of `outputs`, kept through a preemption as they are.
+    /// The state of its grammar, if it has one: a function of `outputs`, which preemption keeps.
     pub grammar: Option<Box<GrammarState>>,
     /// The last output, while the mask after it is being computed elsewhere; `grammar` is there too.
     pub pending: Option<PendingToken>,

@@ -3,7 +3,7 @@
 use crate::types::{FinishReason, SamplingParams, TokenId};
 
 /// Why a sample ends with `token`, its `num_outputs`-th output token (counted from 1) after `prompt_len` prompt tokens;
-/// `None` if it goes on.
+/// `None` if it continues.
 ///
 /// The sampler gives stop tokens probability 0 while there are fewer than `min_tokens` output tokens. One may be
 /// sampled nevertheless, where `allowed_tokens` leaves nothing else; it does not end the sample then.

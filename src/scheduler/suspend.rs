@@ -20,8 +20,8 @@ impl Scheduler {
         }
     }
 
-    /// Lets a suspended request run again. What its sequences had computed is computed again, but for what the prefix
-    /// cache still has.
+    /// Lets a suspended request run again. Its sequences recompute their KV, except for blocks that are still in the
+    /// prefix cache.
     pub fn resume(&mut self, request: RequestKey) {
         self.queue.resume(request);
         let sequences = self.suspended.extract_if(.., |_, sequence| sequence.key.group.request == request);

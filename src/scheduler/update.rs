@@ -148,7 +148,7 @@ impl Scheduler {
     }
 }
 
-/// What has become of a sequence that was given a token.
+/// The state of a sequence after it was given a token.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Appended {
     RunsOn,

@@ -7,7 +7,7 @@ use std::time::Instant;
 use rollout_kernels::{AllReduce, Device, Devices, GroupId, Membership};
 
 use super::Layout;
-use crate::comm::{Accord, Communicator, DeviceGroup, LocalGroup, Solo};
+use crate::comm::{Communicator, DeviceGroup, HostGroup, LocalGroup, SingleRank};
 use crate::error::{Error, Result};
 use crate::executor::{ModelRunner, RankWeights, Ranks};
 use crate::memory::human_bytes;
@@ -16,27 +16,27 @@ use crate::model::{Decoder, WorkspaceShape, kv_caches};
 use crate::weights::Checkpoint;
 
 /// How a rank gets its communicator, on its own thread.
-pub(super) enum Meeting {
-    Solo,
+pub(super) enum CommunicatorPlan {
+    SingleRank,
     /// Ranks that share activations in the host's memory.
     Local(LocalGroup),
     /// Ranks whose devices exchange activations.
-    Devices(GroupId, AllReduce, Accord),
+    Devices(GroupId, AllReduce, HostGroup),
 }
 
-impl Meeting {
+impl CommunicatorPlan {
     /// One for each rank.
     ///
     /// # Errors
     /// `Config` if the devices cannot reach one another, or do not support `all_reduce`.
-    pub fn plan(devices: &Devices, world: usize, all_reduce: AllReduce) -> Result<Vec<Self>> {
+    pub fn of_ranks(devices: &Devices, world: usize, all_reduce: AllReduce) -> Result<Vec<Self>> {
         if world == 1 {
-            return Ok(vec![Self::Solo]);
+            return Ok(vec![Self::SingleRank]);
         }
         match devices.of_rank(0).group_id()? {
             Some(id) => {
-                let ranks = Accord::create(world).into_iter();
-                Ok(ranks.map(|accord| Self::Devices(id, all_reduce, accord)).collect())
+                let hosts = HostGroup::create(world).into_iter();
+                Ok(hosts.map(|host| Self::Devices(id, all_reduce, host)).collect())
             }
             None if all_reduce == AllReduce::Tree => {
                 Ok(LocalGroup::create(world).into_iter().map(Self::Local).collect())
@@ -48,10 +48,10 @@ impl Meeting {
     /// Returns the communicator; if devices exchange activations, waits until all ranks have joined.
     fn join(self, device: &Device, rank: usize, world: usize) -> Result<Box<dyn Communicator>> {
         Ok(match self {
-            Self::Solo => Box::new(Solo),
+            Self::SingleRank => Box::new(SingleRank),
             Self::Local(group) => Box::new(group),
-            Self::Devices(id, all_reduce, accord) => {
-                Box::new(DeviceGroup::new(device.join(&Membership { id, rank, world, all_reduce })?, accord))
+            Self::Devices(id, all_reduce, host) => {
+                Box::new(DeviceGroup::new(device.join(&Membership { id, rank, world }, all_reduce)?, host))
             }
         })
     }
@@ -63,21 +63,21 @@ pub(super) struct Ingredients {
     pub layout: Layout,
     pub checkpoint: Arc<Checkpoint>,
     pub blocks: usize,
-    pub progress: Progress,
+    pub progress: LoadProgress,
 }
 
 impl Ingredients {
     /// Builds one rank and loads its weights; runs on the rank's own thread.
-    fn make(&self, rank: usize, decoder: Decoder, meeting: Meeting) -> Result<ModelRunner> {
+    fn make(&self, rank: usize, decoder: Decoder, communicator: CommunicatorPlan) -> Result<ModelRunner> {
         let Self { model, layout, checkpoint, blocks, progress } = self;
         let build = layout.build(rank);
         let ops = build.device.ops();
         let loaded = |bytes| progress.add(bytes);
         let weights = RankWeights::load(&ops, decoder, build.clone(), checkpoint.clone(), &loaded)?;
         let kv = kv_caches(model, &build, layout.kv, *blocks, layout.block_size);
-        let join = || meeting.join(layout.devices.of_rank(rank), rank, layout.world);
+        let join = || communicator.join(layout.devices.of_rank(rank), rank, layout.world);
         let workspace = WorkspaceShape { config: model.clone(), build, max_batch_tokens: layout.max_batch_tokens };
-        ModelRunner::new(ops, join, weights, kv, workspace, layout.block_size, layout.records)
+        ModelRunner::new(ops, join, weights, kv, workspace, layout.block_size, layout.uses_graphs)
     }
 }
 
@@ -85,11 +85,15 @@ impl Ingredients {
 ///
 /// # Errors
 /// The first error of a rank.
-pub(super) fn start_ranks(decoders: Vec<Decoder>, meetings: Vec<Meeting>, ingredients: Ingredients) -> Result<Ranks> {
+pub(super) fn start_ranks(
+    decoders: Vec<Decoder>,
+    communicators: Vec<CommunicatorPlan>,
+    ingredients: Ingredients,
+) -> Result<Ranks> {
     let ingredients = Arc::new(ingredients);
-    let makers = decoders.into_iter().zip(meetings).enumerate().map(|(rank, (decoder, meeting))| {
+    let makers = decoders.into_iter().zip(communicators).enumerate().map(|(rank, (decoder, communicator))| {
         let ingredients = ingredients.clone();
-        move || ingredients.make(rank, decoder, meeting)
+        move || ingredients.make(rank, decoder, communicator)
     });
     let ranks = Ranks::start(ingredients.layout.devices.clone(), makers)?;
     ingredients.progress.done();
@@ -97,13 +101,13 @@ pub(super) fn start_ranks(decoders: Vec<Decoder>, meetings: Vec<Meeting>, ingred
 }
 
 /// Logs the progress of loading at each tenth.
-pub(super) struct Progress {
+pub(super) struct LoadProgress {
     total: u64,
     loaded: AtomicU64,
     started: Instant,
 }
 
-impl Progress {
+impl LoadProgress {
     pub fn new(checkpoint: &Checkpoint, world: usize) -> Self {
         let total: u64 =
             checkpoint.names().iter().filter_map(|n| checkpoint.stored_bytes(n).ok()).map(|b| b as u64).sum();

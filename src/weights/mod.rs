@@ -7,7 +7,7 @@ mod parameters;
 mod push;
 
 pub use checkpoint::{
-    Checkpoint, GgufCheckpoint, GgufMetadata, ModelFiles, ModelSource, SafetensorsCheckpoint, Stamp, TokenizerFiles,
+    Checkpoint, FileStamp, GgufCheckpoint, GgufMetadata, ModelFiles, ModelSource, SafetensorsCheckpoint, TokenizerFiles,
 };
 pub use lora::{Adapter, AdapterSpec, AdapterTensor, Factors};
 pub use parameters::{Dtype, ParamSpec, Parameters, Partition, ShardRule, Slice, TensorData, head_range, matrix_shape};

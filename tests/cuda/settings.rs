@@ -1,5 +1,5 @@
 //! A whole engine on the emulator under other settings than the usual: races looked for, late operations and other
-//! orders of threads, little device memory. The bits are the same each time, with steps that are recorded and repeated
+//! orders of threads, little device memory. The bits are the same each time, with steps that are captured and replayed
 //! or launched kernel by kernel, and with tokens that are drafted or not.
 
 use std::collections::BTreeSet;
@@ -115,7 +115,7 @@ fn check(name: &str, dtype: &str, all: &[&[(&str, &str)]]) {
     }
     let flags = format!("--dtype {dtype} --max-adapters 1 --speculation");
     let expected = seen(name, &format!("{flags} off --graphs off"), &[]);
-    // Steps with drafts are not repeated.
+    // Steps with drafts are not replayed.
     for (settings, speculation) in all.iter().zip(["off", "auto"].into_iter().cycle()) {
         let found = seen(name, &format!("{flags} {speculation}"), settings);
         assert!(found == expected, "{dtype}: other bits under {settings:?} with --speculation {speculation}");

@@ -7,7 +7,7 @@ use std::time::Duration;
 
 use rollout_server::clock::VirtualClock;
 use rollout_server::error::{Error, Result};
-use rollout_server::executor::{Executor, Memory, Released, WeightOrder};
+use rollout_server::executor::{Executor, MemoryKind, Released, WeightOrder};
 use rollout_server::types::{PlanSequence, RequestKey, StepOutput, StepPlan, TokenId, TokenLogprobs};
 use rollout_server::weights::{ParamSpec, ShadowWeights};
 
@@ -92,11 +92,11 @@ impl Device {
         }
     }
 
-    fn awake(&mut self, memory: Memory) -> &mut bool {
+    fn awake(&mut self, memory: MemoryKind) -> &mut bool {
         &mut self.awake[match memory {
-            Memory::KvCache => 0,
-            Memory::Workspace => 1,
-            Memory::Weights | Memory::WeightsAndBase => 2,
+            MemoryKind::KvCache => 0,
+            MemoryKind::Workspace => 1,
+            MemoryKind::Weights | MemoryKind::WeightsAndBase => 2,
         }]
     }
 
@@ -229,21 +229,21 @@ impl Device {
         assert_eq!(self.adapters.len() + 1, before, "adapter {generation} is removed and not resident");
     }
 
-    fn release(&mut self, memory: Memory, host_bytes: u64) -> Released {
+    fn release(&mut self, memory: MemoryKind, host_bytes: u64) -> Released {
         let is_awake = std::mem::replace(self.awake(memory), false);
         let replaced = self.replaced() * PARAMETER_BYTES;
         let mut kept = 0;
         match memory {
-            Memory::KvCache => self.slots.fill(Slot::default()),
-            Memory::Workspace => {}
-            Memory::Weights => {
+            MemoryKind::KvCache => self.slots.fill(Slot::default()),
+            MemoryKind::Workspace => {}
+            MemoryKind::Weights => {
                 self.whole = false;
                 match self.moves && replaced <= host_bytes {
                     true => self.offloaded = replaced,
                     false => kept = replaced,
                 }
             }
-            Memory::WeightsAndBase => {
+            MemoryKind::WeightsAndBase => {
                 (self.policy, self.whole, self.offloaded) = (Policy::CHECKPOINT, false, 0);
             }
         }
@@ -343,7 +343,7 @@ impl Executor for Simulated {
             }
         }
         let device = &mut self.book.lock().unwrap().device;
-        assert!(!is_policy || *device.awake(Memory::Weights), "{order:?} while the weights are asleep");
+        assert!(!is_policy || *device.awake(MemoryKind::Weights), "{order:?} while the weights are asleep");
         device.write(order);
         Ok(())
     }
@@ -357,7 +357,7 @@ impl Executor for Simulated {
     fn exchange(&mut self, shadow: ShadowWeights) -> Result<ShadowWeights> {
         self.live()?;
         let device = &mut self.book.lock().unwrap().device;
-        assert!(self.plan.is_none() && *device.awake(Memory::Weights), "an exchange of weights in use or asleep");
+        assert!(self.plan.is_none() && *device.awake(MemoryKind::Weights), "an exchange of weights in use or asleep");
         let mut policy = device.policy;
         policy.replace(device.shadow);
         device.load(policy);
@@ -367,24 +367,24 @@ impl Executor for Simulated {
     fn read(&mut self, spec: &ParamSpec, rows: Range<usize>) -> Result<Vec<u8>> {
         self.live()?;
         let device = &mut self.book.lock().unwrap().device;
-        assert!(*device.awake(Memory::Weights) && device.whole, "weights that are not there are read");
+        assert!(*device.awake(MemoryKind::Weights) && device.whole, "weights that are not there are read");
         let value = device.values[device.catalog.parameter(&spec.name)];
         Ok(rows.flat_map(|row| row_bytes(value, row)).collect())
     }
 
-    fn release(&mut self, memory: Memory, host_bytes: u64) -> Result<Released> {
+    fn release(&mut self, memory: MemoryKind, host_bytes: u64) -> Result<Released> {
         self.live()?;
         assert!(self.plan.is_none(), "{memory:?} is released while a step is under way");
         Ok(self.book.lock().unwrap().device.release(memory, host_bytes))
     }
 
-    fn restore(&mut self, memory: Memory) -> Result<()> {
+    fn restore(&mut self, memory: MemoryKind) -> Result<()> {
         self.live()?;
         self.refuse(Fault::RestoreRefused)?;
         let device = &mut self.book.lock().unwrap().device;
-        assert!(!*device.awake(memory) && memory != Memory::WeightsAndBase, "{memory:?} is restored twice");
+        assert!(!*device.awake(memory) && memory != MemoryKind::WeightsAndBase, "{memory:?} is restored twice");
         *device.awake(memory) = true;
-        if memory == Memory::Weights {
+        if memory == MemoryKind::Weights {
             device.offloaded = 0;
         }
         Ok(())

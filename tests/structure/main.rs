@@ -1,14 +1,16 @@
-//! The rules on the code's shape that no lint can state, each with its reason: layers, circles between files, lengths
-//! of files, the files that may have unsafe code, who may know the network, a scheduler without device or clock, no
-//! globals, a reason for each dependency, files for the image. The rules that the compiler and clippy can check are in
-//! Cargo.toml (`[workspace.lints]`).
+//! The rules on the code's shape that no lint can state, each with its reason: layers, circles between files, names of
+//! types, lengths of files, the files that may have unsafe code, who may know the network, a scheduler without device
+//! or clock, no globals, a reason for each dependency, files for the image. The rules that the compiler and clippy can
+//! check are in Cargo.toml (`[workspace.lints]`).
 
 mod circles;
+mod names;
 mod source;
 
 use std::fmt::Write as _;
 
 use circles::circles;
+use names::shared_names;
 use source::{Source, root, rust_files, words};
 
 /// Modules from the top layer down. A module may use only modules of layers further down, not those of its own.
@@ -127,6 +129,35 @@ fn files_name_each_other_in_no_circle() {
     let sources = rust_files(OWN_CODE);
     let offenders: Vec<String> = OWN_CODE.iter().flat_map(|root| circles(&sources, root)).collect();
     assert_none(&offenders, "files that name each other in a circle can only be read together; move what both need:");
+}
+
+#[test]
+fn a_name_is_that_of_one_type() {
+    /// Names that several types may have, because of these reasons.
+    const ALLOWED: &[(&str, &str)] = &[
+        ("ChunkChoice", "two of the server's, to be renamed with its redesign"),
+        ("Completion", "OpenAI's object beside the engine's, to be renamed with the server's redesign"),
+        ("Delta", "OpenAI's object beside a push's, to be renamed with the server's redesign"),
+        ("Door", "two of the server's, to be renamed with its redesign"),
+        ("Options", "three of the server's writers, to be renamed with its redesign"),
+        ("Result", "an alias of the standard type with the errors of its crate or module, as std::io has one"),
+        ("Rows", "a push's beside the kernels', to be renamed with the redesign of pushes"),
+        ("SamplingParams", "the name of the member of vLLM's request"),
+        ("ServerInfo", "two of the server's, to be renamed with its redesign"),
+        ("Timeline", "a query of the server, to be renamed with its redesign"),
+        ("Tokens", "two of the server's, to be renamed with its redesign"),
+    ];
+    let is_test = |path: &str| path.contains("/tests/") || path.ends_with("/tests.rs") || path.contains("/testing");
+    let mut sources = rust_files(&["src", "kernels/src", "emulator/src"]);
+    sources.retain(|source| !is_test(&source.path));
+    let shared = shared_names(&sources);
+    let is_allowed = |name: &str| ALLOWED.iter().any(|(allowed, _reason)| *allowed == name);
+    let offenders = shared.iter().filter(|(name, _)| !is_allowed(name));
+    let offenders: Vec<_> = offenders.map(|(name, places)| format!("{name}: {}", places.join(", "))).collect();
+    assert_none(&offenders, "a type that other files use has a name of its own, so that a reader can search for it:");
+    let outdated = ALLOWED.iter().filter(|(name, _reason)| !shared.contains_key(*name));
+    let outdated: Vec<_> = outdated.map(|(name, _reason)| (*name).to_string()).collect();
+    assert_none(&outdated, "only one type has this name now; remove it from ALLOWED:");
 }
 
 #[test]

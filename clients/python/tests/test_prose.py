@@ -11,8 +11,8 @@ from serving import REPOSITORY
 
 # Which files the lint reads. NOT_YET are those that are not rewritten; it only gets shorter.
 MARKDOWN = ["*.md", "docs/*.md", ".github/*.md", "clients/python/README.md"]
-COMMENTS = ["src/**/*.rs", "proto/**/*.proto", "clients/python/src/**/*.py"]
-NOT_YET = ("src/",)
+COMMENTS = ["src/**/*.rs", "kernels/**/*.rs", "emulator/**/*.rs", "proto/**/*.proto", "clients/python/src/**/*.py"]
+NOT_YET = tuple(f"src/{room}" for room in "engine/ grammar/ lib.rs observe/ server/ text/ types/ weights/".split())
 BEGIN = r"(?:^|[.?!:] |[*-] |\| )"
 # A phrase, and how to say it instead.
 BANNED = [

@@ -36,7 +36,7 @@ fn context_of(device: Option<usize>) -> Handle {
     device.map_or(0, |device| device + 1)
 }
 
-/// What a device says of itself, by `CUdevice_attribute`. What is not listed it does not have.
+/// An attribute of a device, by `CUdevice_attribute`; 0 for those that it does not have.
 fn attribute(which: i32) -> i32 {
     let settings = settings::get();
     match which {

@@ -4,9 +4,9 @@ use super::{Out, put};
 use crate::entry_points::entry_points;
 use crate::error::NOT_READY;
 use crate::handles::{Handle, Handles};
-use crate::stream::{Event, check_device, current_device, forbid_while_capturing, stream};
+use crate::stream::{StreamEvent, check_device, current_device, forbid_while_capturing, stream};
 
-static EVENTS: Handles<Event> = Handles::new();
+static EVENTS: Handles<StreamEvent> = Handles::new();
 
 /// `CU_EVENT_DISABLE_TIMING`
 const DISABLE_TIMING: u32 = 2;
@@ -14,7 +14,7 @@ const DISABLE_TIMING: u32 = 2;
 entry_points! {
     fn cuEventCreate(out: Out<Handle>, flags: u32) {
         check_device(current_device()?)?;
-        put(out, EVENTS.add(Event::new(flags & DISABLE_TIMING == 0)))
+        put(out, EVENTS.add(StreamEvent::new(flags & DISABLE_TIMING == 0)))
     }
     fn cuEventDestroy_v2(event: Handle) { EVENTS.remove(event).map(drop) }
     fn cuEventRecord(event: Handle, on: Handle) { EVENTS.get(event)?.record(&*stream(on)?) }

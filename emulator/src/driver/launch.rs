@@ -9,22 +9,24 @@ use crate::entry_points::entry_points;
 use crate::error::{
     FILE_NOT_FOUND, INVALID_VALUE, NOT_FOUND, NOT_SUPPORTED, Result, STREAM_CAPTURE_INVALIDATED, is_sticky,
 };
-use crate::exec::{self, Launch};
+use crate::exec::{self, KernelLaunch};
 use crate::failures;
 use crate::handles::{Handle, Handles};
-use crate::module::{Kernel, Module};
+use crate::module::{LoadedKernel, LoadedModule};
 use crate::settings;
-use crate::stream::{Kind, Operation, break_device, check_device, current_device, forbid_while_capturing, stream};
+use crate::stream::{
+    Operation, OperationKind, break_device, check_device, current_device, forbid_while_capturing, stream,
+};
 
-static MODULES: Handles<Module> = Handles::new();
-static FUNCTIONS: Handles<Kernel> = Handles::new();
+static MODULES: Handles<LoadedModule> = Handles::new();
+static FUNCTIONS: Handles<LoadedKernel> = Handles::new();
 
 /// `CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES`
 const MAX_DYNAMIC_SHARED: i32 = 8;
 
 /// `CUlaunchConfig`
 #[repr(C)]
-pub struct Config {
+pub struct LaunchConfig {
     grid: [u32; 3],
     block: [u32; 3],
     shared: u32,
@@ -34,7 +36,7 @@ pub struct Config {
 }
 
 /// # Safety
-/// As [`Module::load`].
+/// As [`LoadedModule::load`].
 unsafe fn load(image: *const u8) -> Result<Handle> {
     forbid_while_capturing()?;
     let device = current_device()?;
@@ -43,13 +45,13 @@ unsafe fn load(image: *const u8) -> Result<Handle> {
         return Err(INVALID_VALUE);
     }
     // SAFETY: the caller keeps what this asks for.
-    Ok(MODULES.add(Arc::new(unsafe { Module::load(device, image) }?)))
+    Ok(MODULES.add(Arc::new(unsafe { LoadedModule::load(device, image) }?)))
 }
 
 /// The handle of a function of an image, which is loaded on the current device.
 ///
 /// # Safety
-/// As [`Module::load`].
+/// As [`LoadedModule::load`].
 pub(crate) unsafe fn load_function(image: *const u8, name: &str) -> Result<Handle> {
     // SAFETY: the caller keeps what this asks for.
     let module = MODULES.get(unsafe { load(image) }?)?;
@@ -64,13 +66,13 @@ unsafe fn text(name: *const c_char) -> String {
 }
 
 /// Most blocks of a processor, by threads and shared memory. Registers are not known here.
-fn blocks_per_processor(kernel: &Kernel, threads: i32, shared: usize) -> i32 {
+fn blocks_per_processor(kernel: &LoadedKernel, threads: i32, shared: usize) -> i32 {
     let of_shared = settings::get().shared as usize / (kernel.shared + shared + 1024);
     (2048 / threads.max(1)).min(32).min(of_shared as i32)
 }
 
 /// Says why a launch is not possible.
-fn refusal(launch: &Launch) -> Option<&'static str> {
+fn refusal(launch: &KernelLaunch) -> Option<&'static str> {
     let (grid, block, kernel) = (launch.grid, launch.block, &launch.kernel);
     let threads = block.iter().map(|&n| u64::from(n)).product::<u64>();
     let shared = launch.dynamic_shared;
@@ -91,7 +93,7 @@ fn refusal(launch: &Launch) -> Option<&'static str> {
 ///
 /// # Safety
 /// `params` points to a pointer to each, or is null, and `extra` gives a buffer with all of them.
-unsafe fn parameters(kernel: &Kernel, params: *const *const u8, extra: *const *const u8) -> Result<Vec<u8>> {
+unsafe fn parameters(kernel: &LoadedKernel, params: *const *const u8, extra: *const *const u8) -> Result<Vec<u8>> {
     let mut bytes = vec![0; kernel.params.last().map_or(0, |(at, n)| at + n)];
     if kernel.params.is_empty() {
         return Ok(bytes);
@@ -137,13 +139,13 @@ unsafe fn launch(
     })?;
     // SAFETY: the caller keeps what this asks for.
     let params = unsafe { parameters(&kernel, params, extra) }?;
-    let launch = Arc::new(Launch { device: stream.device, kernel, grid, block, dynamic_shared, params });
+    let launch = Arc::new(KernelLaunch { device: stream.device, kernel, grid, block, dynamic_shared, params });
     if let Some(what) = refusal(&launch) {
         let name = &launch.kernel.name;
         eprintln!("emulator: {name}: {what} (grid {grid:?}, block {block:?}, {dynamic_shared} bytes)");
         return Err(INVALID_VALUE);
     }
-    stream.push(Operation::new(Kind::Kernel, move || {
+    stream.push(Operation::new(OperationKind::Kernel, move || {
         failures::begin_kernel(&launch.kernel.name)?;
         exec::run(&launch)
     }))
@@ -210,7 +212,7 @@ entry_points! {
     ) {
         launch(function, ([gx, gy, gz], [bx, by, bz], shared), on, params, extra)
     }
-    fn cuLaunchKernelEx(config: *const Config, function: Handle, params: *const *const u8, extra: *const *const u8) {
+    fn cuLaunchKernelEx(config: *const LaunchConfig, function: Handle, params: *const *const u8, extra: *const *const u8) {
         let config = config.as_ref().ok_or(INVALID_VALUE)?;
         if config.attribute_count > 0 {
             eprintln!("emulator: attributes of launches (clusters, cooperation) are not emulated");

@@ -8,14 +8,14 @@ use crate::handles::Handle;
 use crate::memory::{self, is_device_address};
 use crate::settings;
 use crate::stream::{
-    Kind, Operation, Stream, check_device, current_device, current_stream, drain_device, forbid_while_capturing,
-    stream, wait_for_default,
+    Operation, OperationKind, Stream, check_device, current_device, current_stream, drain_device,
+    forbid_while_capturing, stream, wait_for_default,
 };
 
 /// Copies where the bytes are now.
 ///
 /// # Safety
-/// What is no device address is valid for this many bytes of the host.
+/// An address outside of the device's memory is valid for this many bytes of the host.
 unsafe fn copy_now(to: u64, from: u64, bytes: usize) -> Result {
     let memory = memory::get();
     // SAFETY: the caller answers for the host's memory, and the device's is checked.
@@ -25,7 +25,7 @@ unsafe fn copy_now(to: u64, from: u64, bytes: usize) -> Result {
 
 /// A copy in its turn.
 fn copy_operation(to: u64, from: u64, bytes: usize) -> Operation {
-    Operation::new(Kind::Copy, move || {
+    Operation::new(OperationKind::Copy, move || {
         let memory = memory::get();
         let (to, from) = (memory.bytes_at_run(to, bytes)?, memory.bytes_at_run(from, bytes)?);
         // SAFETY: the device's memory is checked, and the host's is page-locked or is waited for by its owner.
@@ -106,7 +106,7 @@ impl PeerCopy {
         }
         from.check(width, height)?;
         to.check(width, height)?;
-        stream.push(Operation::new(Kind::Copy, move || {
+        stream.push(Operation::new(OperationKind::Copy, move || {
             let memory = memory::get();
             for row in 0..height {
                 let from = memory.bytes_at_run(from.row(row), width)?;
@@ -146,7 +146,7 @@ unsafe fn copy_async(to: u64, from: u64, bytes: usize, stream: &Stream) -> Resul
         stream.forbid_capture()?;
         // SAFETY: the caller answers for the host's memory.
         let data = unsafe { std::slice::from_raw_parts(from as *const u8, bytes) }.to_vec();
-        stream.push(Operation::new(Kind::Copy, move || {
+        stream.push(Operation::new(OperationKind::Copy, move || {
             let to = memory::get().bytes_at_run(to, bytes)?;
             // SAFETY: the device's memory is checked.
             unsafe { to.copy_from(data.as_ptr(), bytes) };
@@ -167,7 +167,7 @@ fn fill(at: u64, value: u32, width: usize, count: usize, stream: &Stream) -> Res
         return Err(INVALID_VALUE);
     }
     memory::get().bytes_at(at, width * count)?;
-    stream.push(Operation::new(Kind::Fill, move || {
+    stream.push(Operation::new(OperationKind::Fill, move || {
         let to = memory::get().bytes_at_run(at, width * count)?;
         // SAFETY: the device's memory is checked, and aligned to the width.
         unsafe {
@@ -189,10 +189,10 @@ fn fill_now(at: u64, value: u32, width: usize, count: usize) -> Result {
     stream.wait()
 }
 
-/// What there is to know of an address, by `CUpointer_attribute`.
+/// An attribute of an address, by `CUpointer_attribute`.
 ///
 /// # Safety
-/// `out` is valid for what is asked.
+/// `out` is valid for the attribute's type.
 unsafe fn pointer_attribute(out: Out<u64>, which: i32, at: u64) -> Result {
     let memory = memory::get();
     let device = memory.device_of(at);

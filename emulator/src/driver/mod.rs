@@ -12,14 +12,14 @@ pub mod stream;
 pub mod virtual_memory;
 
 use crate::error::{INVALID_VALUE, Result, is_sticky};
-use crate::failures::Call;
+use crate::failures::CallCounter;
 use crate::stream::{break_device, current_device};
 
 /// Where a call writes a result.
 type Out<T> = *mut T;
 
 /// Counts a call, which may be one that is to fail. An error that lasts breaks the device that is current.
-pub fn begin(call: &'static Call) -> Result {
+pub fn begin(call: &'static CallCounter) -> Result {
     call.begin().inspect_err(|&code| {
         if let Ok(device) = current_device()
             && is_sticky(code)

@@ -6,7 +6,7 @@ use crate::error::{INVALID_HANDLE, INVALID_VALUE, NOT_SUPPORTED, Result};
 use crate::handles::Handle;
 use crate::memory;
 use crate::settings;
-use crate::stream::{Kind, Operation, check_device, stream};
+use crate::stream::{Operation, OperationKind, check_device, stream};
 
 /// `CU_MEMPOOL_ATTR_RELEASE_THRESHOLD`, and what a pool holds and has given out.
 const RELEASE_THRESHOLD: i32 = 4;
@@ -47,7 +47,7 @@ entry_points! {
             capture.own(at);
             return Ok(());
         }
-        stream.push(Operation::new(Kind::Empty, move || memory::get().free(at)))
+        stream.push(Operation::new(OperationKind::Empty, move || memory::get().free(at)))
     }
     fn cuDeviceGetDefaultMemPool(out: Out<Handle>, number: i32) { put(out, device(number)? + 1) }
     fn cuDeviceGetMemPool(out: Out<Handle>, number: i32) { put(out, device(number)? + 1) }

@@ -7,7 +7,7 @@ use crate::entry_points::entry_points;
 use crate::error::{NOT_READY, Result};
 use crate::handles::Handle;
 use crate::memory;
-use crate::stream::{Kind, Operation, STREAMS, Stream, check_device, current_device, stream};
+use crate::stream::{Operation, OperationKind, STREAMS, Stream, check_device, current_device, stream};
 
 /// `CU_STREAM_NON_BLOCKING`
 const NON_BLOCKING: u32 = 1;
@@ -43,7 +43,7 @@ entry_points! {
     fn cuStreamGetPriority(on: Handle, out: Out<i32>) { stream(on)?; put(out, 0) }
     fn cuStreamGetId(on: Handle, out: Out<u64>) { stream(on)?; put(out, on as u64) }
     fn cuLaunchHostFunc(on: Handle, function: HostFunction, data: Handle) {
-        stream(on)?.push(Operation::new(Kind::Host, move || {
+        stream(on)?.push(Operation::new(OperationKind::Host, move || {
             // SAFETY: the program gave the function this argument.
             unsafe { function(data as *mut c_void) };
             Ok(())

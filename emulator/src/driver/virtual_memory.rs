@@ -29,7 +29,7 @@ pub struct Properties {
 
 /// `CUmemAccessDesc`
 #[repr(C)]
-pub struct Access {
+pub struct MemoryAccess {
     location: Location,
     flags: i32,
 }
@@ -79,7 +79,7 @@ entry_points! {
         forbid_while_capturing()?;
         memory::get().map(at, bytes as u64, offset as u64, handle)
     }
-    fn cuMemSetAccess(at: u64, bytes: usize, access: *const Access, count: usize) {
+    fn cuMemSetAccess(at: u64, bytes: usize, access: *const MemoryAccess, count: usize) {
         let access = if access.is_null() { &[] } else { std::slice::from_raw_parts(access, count) };
         if access.is_empty() { return Err(INVALID_VALUE) }
         let mut devices = 0;

@@ -1,15 +1,14 @@
-//! What the C code of a kernel shares with the emulator: these structures have the layout that `runtime/types.h` gives
-//! them.
+//! Structures that the C code of a kernel shares with the emulator, with the layout of `runtime/types.h`.
 
 use std::collections::VecDeque;
 use std::ffi::c_void;
 
 use super::team::Team;
 
-/// What the last lane to come to an instruction of a whole warp does for all of them: `slots` has what each brought.
+/// An instruction of a whole warp, which the last lane to reach it executes for all: `slots` has each lane's operands.
 pub type Meet = unsafe extern "C" fn(slots: *mut *mut c_void, mask: u32);
 
-/// What a kernel asks of the emulator.
+/// The emulator's functions that a kernel calls.
 #[repr(C)]
 pub struct Runtime {
     pub fault: unsafe extern "C" fn(*mut Thread, kind: u32, address: u64, bytes: u32),
@@ -58,9 +57,9 @@ pub struct Thread {
     pub block: *const Block,
     pub team: *mut Team,
     pub index: u32,
-    /// Where its fiber goes on.
+    /// Where its fiber continues.
     pub stack: *mut u8,
-    /// What a barrier gives it.
+    /// The result of its last barrier.
     pub result: u32,
     /// Copies that have not come, in the order in which they were asked for.
     pub copies: VecDeque<AsyncCopy>,

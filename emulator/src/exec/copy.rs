@@ -2,7 +2,7 @@
 //! them before reads what was there.
 
 use super::abi::{AsyncCopy, Thread};
-use super::race::{Kind, touch};
+use super::race::{AccessKind, touch};
 use super::team::{Fault, fail};
 use crate::error::{ILLEGAL_ADDRESS, MISALIGNED_ADDRESS};
 use crate::memory;
@@ -23,7 +23,7 @@ pub unsafe extern "C" fn copy_async(thread: *mut Thread, to: u32, from: u64, byt
             fail(thread, Fault { code: ILLEGAL_ADDRESS, text });
         }
         // From here on the bytes may change at any time.
-        touch(thread, to, bytes, Kind::Write);
+        touch(thread, to, bytes, AccessKind::Write);
         let valid = valid.min(bytes);
         (*thread).copies.push_back(AsyncCopy { to, from, bytes, valid });
     }
@@ -63,7 +63,7 @@ pub unsafe extern "C" fn copy_wait(thread: *mut Thread, left: u32) {
     }
 }
 
-/// What is left of a thread's copies comes when it ends.
+/// Finishes the remaining copies of a thread, when it ends.
 ///
 /// # Safety
 /// As for [`copy_async`].
@@ -94,6 +94,6 @@ unsafe fn arrive(thread: *mut Thread, copy: &AsyncCopy) {
                 fail(thread, Fault { code, text });
             }
         }
-        touch(thread, copy.to, copy.bytes, Kind::Write);
+        touch(thread, copy.to, copy.bytes, AccessKind::Write);
     }
 }

@@ -55,10 +55,10 @@ impl Stacks {
     }
 }
 
-/// Keeps what a function must keep, notes in `save` where to go on, and goes on where `to` says.
+/// Saves the registers that a function must preserve, stores the stack pointer in `save`, and continues at `to`.
 ///
 /// # Safety
-/// `to` comes from [`Stacks::begin`] or was saved by a switch, and nobody has gone on there since.
+/// `to` comes from [`Stacks::begin`] or was saved by a switch, and no switch has continued there since.
 #[unsafe(naked)]
 pub unsafe extern "C" fn switch(save: *mut *mut u8, to: *mut u8) {
     naked_asm!(

@@ -13,16 +13,16 @@ mod workers;
 use std::sync::Arc;
 
 use crate::error::{ASSERT, ILLEGAL_ADDRESS, LAUNCH_FAILED, MISALIGNED_ADDRESS, Result};
-use crate::module::Kernel;
+use crate::module::LoadedKernel;
 use crate::{memory, print};
 use abi::{Runtime, Thread};
 pub use fiber::MAX_THREADS;
 use team::{Fault, fail};
 
 /// A kernel with all that a launch gives it.
-pub struct Launch {
+pub struct KernelLaunch {
     pub device: usize,
-    pub kernel: Arc<Kernel>,
+    pub kernel: Arc<LoadedKernel>,
     pub grid: [u32; 3],
     pub block: [u32; 3],
     pub dynamic_shared: u32,
@@ -30,7 +30,7 @@ pub struct Launch {
     pub params: Vec<u8>,
 }
 
-impl Launch {
+impl KernelLaunch {
     fn threads(&self) -> u32 {
         self.block.iter().product()
     }
@@ -54,8 +54,8 @@ static RUNTIME: Runtime = Runtime {
     ordered: wait::ordered,
 };
 
-/// Runs all blocks of a launch. What goes wrong is said on standard error.
-pub fn run(launch: &Arc<Launch>) -> Result {
+/// Runs all blocks of a launch. Faults are described on standard error.
+pub fn run(launch: &Arc<KernelLaunch>) -> Result {
     workers::run(launch).map_err(|fault| {
         eprintln!("emulator: {}: {}", launch.kernel.name, fault.text);
         fault.code

@@ -5,9 +5,9 @@ use super::abi::Thread;
 use super::team::{Fault, fail};
 use crate::error::LAUNCH_FAILED;
 
-/// What a thread does to bytes, as the C code numbers it.
+/// How a thread accesses bytes, as the C code numbers it.
 #[derive(Clone, Copy, PartialEq, Eq)]
-pub enum Kind {
+pub enum AccessKind {
     Read = 0,
     Write = 1,
     /// An atomic operation or a strong write.
@@ -15,7 +15,7 @@ pub enum Kind {
     StrongRead = 3,
 }
 
-impl Kind {
+impl AccessKind {
     fn writes(self) -> bool {
         matches!(self, Self::Write | Self::Atomic)
     }
@@ -27,18 +27,18 @@ impl Kind {
 }
 
 #[derive(Clone, Copy)]
-struct Access {
+struct ThreadAccess {
     thread: u32,
     /// Barriers of the block before it.
     epoch: u32,
     /// Barriers of the warp before it.
     passed: u32,
     line: u32,
-    kind: Kind,
+    kind: AccessKind,
 }
 
-impl Access {
-    const NONE: Self = Self { thread: u32::MAX, epoch: u32::MAX, passed: 0, line: 0, kind: Kind::Read };
+impl ThreadAccess {
+    const NONE: Self = Self { thread: u32::MAX, epoch: u32::MAX, passed: 0, line: 0, kind: AccessKind::Read };
 
     fn warp(self) -> u32 {
         self.thread / 32
@@ -55,24 +55,24 @@ impl Access {
 /// The last accesses to a byte.
 #[derive(Clone, Copy)]
 pub struct Shadow {
-    write: Access,
-    read: Access,
+    write: ThreadAccess,
+    read: ThreadAccess,
     /// A reader of another thread of the same warp, or of another warp.
-    other: Access,
+    other: ThreadAccess,
 }
 
 impl Shadow {
-    pub const NONE: Self = Self { write: Access::NONE, read: Access::NONE, other: Access::NONE };
+    pub const NONE: Self = Self { write: ThreadAccess::NONE, read: ThreadAccess::NONE, other: ThreadAccess::NONE };
 
     /// The access that this one races with, if there is one.
-    fn conflict(&self, access: Access) -> Option<Access> {
+    fn conflict(&self, access: ThreadAccess) -> Option<ThreadAccess> {
         let earlier = if access.kind.writes() { &[self.write, self.read, self.other][..] } else { &[self.write] };
-        let both_strong = |earlier: &Access| earlier.kind.is_strong() && access.kind.is_strong();
-        let races = |earlier: &Access| !earlier.is_before(access) && !both_strong(earlier);
+        let both_strong = |earlier: &ThreadAccess| earlier.kind.is_strong() && access.kind.is_strong();
+        let races = |earlier: &ThreadAccess| !earlier.is_before(access) && !both_strong(earlier);
         earlier.iter().copied().find(races)
     }
 
-    fn note(&mut self, access: Access) {
+    fn note(&mut self, access: ThreadAccess) {
         if access.kind.writes() {
             *self = Self { write: access, ..Self::NONE };
         } else if self.read.epoch != access.epoch || self.read.thread == access.thread {
@@ -90,7 +90,7 @@ impl Shadow {
 ///
 /// # Safety
 /// Called in the fiber of `thread`; the bytes are in the block's shared memory.
-pub unsafe fn touch(thread: *mut Thread, at: u32, bytes: u32, kind: Kind) {
+pub unsafe fn touch(thread: *mut Thread, at: u32, bytes: u32, kind: AccessKind) {
     // SAFETY: the thread is the caller's, and references to its team end before the fiber is left.
     unsafe {
         let team = &mut *(*thread).team;
@@ -98,7 +98,7 @@ pub unsafe fn touch(thread: *mut Thread, at: u32, bytes: u32, kind: Kind) {
             return;
         }
         let passed = team.warps[(*thread).warp as usize].passed;
-        let access = Access { thread: (*thread).index, epoch: team.epoch, passed, line: (*thread).line, kind };
+        let access = ThreadAccess { thread: (*thread).index, epoch: team.epoch, passed, line: (*thread).line, kind };
         let range = at as usize..(at + bytes) as usize;
         let conflict = range.clone().find_map(|i| Some((i, team.shadow[i].conflict(access)?)));
         let Some((i, earlier)) = conflict else {
@@ -119,7 +119,7 @@ pub unsafe fn touch(thread: *mut Thread, at: u32, bytes: u32, kind: Kind) {
 /// # Safety
 /// As for [`touch`].
 pub unsafe extern "C" fn race(thread: *mut Thread, at: u32, bytes: u32, access: u32) {
-    let kinds = [Kind::Read, Kind::Write, Kind::Atomic, Kind::StrongRead];
+    let kinds = [AccessKind::Read, AccessKind::Write, AccessKind::Atomic, AccessKind::StrongRead];
     // SAFETY: the caller keeps what `touch` asks for.
     unsafe { touch(thread, at, bytes, kinds[access as usize]) };
 }

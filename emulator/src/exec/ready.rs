@@ -24,7 +24,7 @@ fn bit(mut mask: u32, n: u32) -> u32 {
 }
 
 impl Ready {
-    /// Starts anew: nobody can run. A seed of zero gives the plain order.
+    /// Starts again, with no thread ready. A seed of zero gives the plain order.
     pub fn clear(&mut self, seed: u64, block: u64) {
         let random = (seed ^ block << 16).wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1;
         *self = Self { random: if seed == 0 { 0 } else { random }, ..Self::default() };
@@ -35,7 +35,7 @@ impl Ready {
         self.warps |= u32::from(lanes != 0) << warp;
     }
 
-    /// Lets a thread run again once nobody else can.
+    /// Lets a thread run again once no other thread can.
     pub fn pause(&mut self, warp: u32, lane: u32) {
         self.paused[warp as usize] |= 1 << lane;
         self.pausing = true;

@@ -9,8 +9,8 @@ use super::fiber::{MAX_THREADS, Stacks, switch};
 use super::race::Shadow;
 use super::ready::Ready;
 use super::wait::{Barrier, Warp};
-use super::{Launch, RUNTIME};
-use crate::error::{Code, LAUNCH_TIMEOUT};
+use super::{KernelLaunch, RUNTIME};
+use crate::error::{ErrorCode, LAUNCH_TIMEOUT};
 use crate::memory;
 use crate::settings;
 
@@ -21,12 +21,12 @@ const MAX_PAUSES: u32 = 1 << 20;
 
 /// Why a block ended early: the code that its device keeps, and a message.
 pub struct Fault {
-    pub code: Code,
+    pub code: ErrorCode,
     pub text: String,
 }
 
 pub struct Team {
-    launch: *const Launch,
+    launch: *const KernelLaunch,
     pub block: Block,
     /// Raw, because the fiber of a thread uses it while the team does.
     threads: Vec<UnsafeCell<Thread>>,
@@ -41,7 +41,7 @@ pub struct Team {
     pub alive: u32,
     pauses: u32,
     stacks: Stacks,
-    /// Where the host goes on when no fiber can.
+    /// Where the host continues when no fiber can run.
     host: *mut u8,
     pub fault: Option<Fault>,
 }
@@ -82,7 +82,7 @@ impl Team {
         self.threads[index as usize].get()
     }
 
-    pub fn launch(&self) -> &Launch {
+    pub fn launch(&self) -> &KernelLaunch {
         // SAFETY: set by `run`, whose caller's launch outlives the block.
         unsafe { &*self.launch }
     }
@@ -96,7 +96,7 @@ impl Team {
     ///
     /// # Safety
     /// `team` is valid, and no other block is on it.
-    pub unsafe fn run(team: *mut Self, launch: &Launch, index: u64) -> Result<(), Fault> {
+    pub unsafe fn run(team: *mut Self, launch: &KernelLaunch, index: u64) -> Result<(), Fault> {
         // SAFETY: the caller gives a valid team; references to it end before a fiber runs.
         unsafe {
             (*team).prepare(launch, index);
@@ -135,7 +135,7 @@ impl Team {
         self.pauses = 0;
     }
 
-    fn prepare(&mut self, launch: &Launch, index: u64) {
+    fn prepare(&mut self, launch: &KernelLaunch, index: u64) {
         let threads = launch.threads();
         let [gx, gy, _] = launch.grid.map(u64::from);
         self.launch = launch;
@@ -211,7 +211,7 @@ impl Team {
         }
     }
 
-    /// What the threads wait for that are left.
+    /// A fault that lists where the remaining threads wait.
     fn stuck(&self) -> Fault {
         let mut places = BTreeMap::<String, Vec<u32>>::new();
         for (w, warp) in (0..).zip(&self.warps) {
@@ -233,7 +233,7 @@ impl Team {
 /// Gives up the processor until something makes the thread ready: to the next thread that can run, or to the host.
 ///
 /// # Safety
-/// Called in the fiber of `thread`, which nobody has a reference to, nor to its team.
+/// Called in the fiber of `thread`; there is no reference to it or to its team.
 pub unsafe fn leave(thread: *mut Thread) {
     // SAFETY: the thread's team is valid as long as it runs; the fiber of a ready thread was left by `leave` or is new.
     unsafe {

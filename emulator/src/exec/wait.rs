@@ -6,7 +6,7 @@ use super::abi::{Meet, Thread};
 use super::team::{Fault, Team, fail, leave};
 use crate::error::LAUNCH_FAILED;
 
-/// What the threads of a warp wait for.
+/// The waits of the threads of a warp.
 pub struct Warp {
     /// Lanes whose threads have not ended.
     pub alive: u32,
@@ -15,7 +15,7 @@ pub struct Warp {
     slots: [*mut c_void; 32],
     /// The mask that each waiting lane came with.
     masks: [u32; 32],
-    /// What each waiting lane came to do.
+    /// The instruction of each waiting lane.
     meets: [Option<Meet>; 32],
     /// Barriers of the whole warp that it has passed: the order that they give to its accesses.
     pub passed: u32,
@@ -52,7 +52,7 @@ pub struct Barrier {
     line: u32,
 }
 
-/// What a thread brings to a barrier.
+/// A thread's arrival at a barrier.
 struct Arrival {
     count: u32,
     op: u32,
@@ -70,7 +70,7 @@ fn fault(text: String) -> Fault {
 }
 
 impl Team {
-    /// Does the instruction that the lanes of `mask` have come to, if all of them that live have, and lets them go on.
+    /// Executes the instruction of the lanes of `mask` once all live ones have reached it, and lets them continue.
     fn try_meet(&mut self, w: u32, mask: u32) -> Result<bool, Fault> {
         let warp = &self.warps[w as usize];
         let want = mask & warp.alive;
@@ -222,7 +222,7 @@ pub unsafe extern "C" fn meet(thread: *mut Thread, mask: u32, orders: u32, f: Me
     }
 }
 
-/// Lets the others run before this thread goes on.
+/// Lets the other threads run before this one continues.
 ///
 /// # Safety
 /// As for [`barrier`].

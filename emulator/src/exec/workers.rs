@@ -6,7 +6,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::mpsc::{Sender, channel};
 use std::sync::{Arc, Condvar, Mutex, OnceLock};
 
-use super::Launch;
+use super::KernelLaunch;
 use super::team::{Fault, Team};
 use crate::settings;
 
@@ -14,8 +14,8 @@ thread_local!(static TEAM: RefCell<Option<Box<Team>>> = const { RefCell::new(Non
 
 /// A launch that threads work on.
 struct Job {
-    launch: Arc<Launch>,
-    /// The next block that nobody has.
+    launch: Arc<KernelLaunch>,
+    /// The next block that no worker has taken.
     next: AtomicU64,
     fault: Mutex<Option<Fault>>,
     helpers: Mutex<Helpers>,
@@ -102,7 +102,7 @@ fn helpers() -> &'static [Mutex<Sender<Arc<Job>>>] {
 }
 
 /// Runs all blocks of a launch.
-pub fn run(launch: &Arc<Launch>) -> Result<(), Fault> {
+pub fn run(launch: &Arc<KernelLaunch>) -> Result<(), Fault> {
     let count = (settings::get().threads - 1).min(launch.blocks().saturating_sub(1) as usize);
     let job = Arc::new(Job {
         launch: launch.clone(),

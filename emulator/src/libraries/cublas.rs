@@ -6,13 +6,13 @@ use std::ffi::c_void;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
-use super::number::Type;
+use super::number::ElementType;
 use crate::entry_points::{entry_points, missing};
-use crate::error::{Code, OUT_OF_MEMORY, Result};
+use crate::error::{ErrorCode, OUT_OF_MEMORY, Result};
 use crate::handles::{Handle, Handles};
 use crate::memory;
 use crate::settings;
-use crate::stream::{Kind, Operation, current_device, stream, wait_for_device};
+use crate::stream::{Operation, OperationKind, current_device, stream, wait_for_device};
 
 const ALLOC_FAILED: i32 = 3;
 const INVALID_VALUE: i32 = 7;
@@ -23,7 +23,7 @@ const NOT_SUPPORTED: i32 = 15;
 const LANES: usize = 8;
 
 /// The library's status for a code, which may be one already.
-fn status_of(code: Code) -> i32 {
+fn status_of(code: ErrorCode) -> i32 {
     match code {
         OUT_OF_MEMORY => ALLOC_FAILED,
         1 | ALLOC_FAILED | INVALID_VALUE | 8 | 11 | EXECUTION_FAILED..=16 => code,
@@ -40,12 +40,12 @@ struct Blas {
 static HANDLES: Handles<Blas> = Handles::new();
 
 /// An element type by its `cudaDataType`.
-fn type_of(code: i32) -> Result<Type> {
+fn type_of(code: i32) -> Result<ElementType> {
     match code {
-        0 => Ok(Type::F32),
-        1 => Ok(Type::F64),
-        2 => Ok(Type::F16),
-        14 => Ok(Type::Bf16),
+        0 => Ok(ElementType::F32),
+        1 => Ok(ElementType::F64),
+        2 => Ok(ElementType::F16),
+        14 => Ok(ElementType::Bf16),
         _ => Err(NOT_SUPPORTED),
     }
 }
@@ -54,7 +54,7 @@ fn type_of(code: i32) -> Result<Type> {
 #[derive(Clone, Copy)]
 struct Matrices {
     at: u64,
-    ty: Type,
+    ty: ElementType,
     /// Elements from one column to the next.
     leading: usize,
     /// Elements from one matrix to the next.
@@ -111,7 +111,7 @@ impl Product {
 
     /// The sum of products of a row and a column.
     fn dot(&self, x: &[f64], y: &[f64]) -> f64 {
-        if self.a.ty == Type::F64 {
+        if self.a.ty == ElementType::F64 {
             return x.iter().zip(y).map(|(x, y)| x * y).sum();
         }
         let pieces = self.pieces();
@@ -150,7 +150,7 @@ impl Product {
 
     fn push(self, handle: Handle) -> Result {
         let on = HANDLES.get(handle)?.stream.load(Ordering::Relaxed);
-        stream(on)?.push(Operation::new(Kind::Kernel, move || self.run()))
+        stream(on)?.push(Operation::new(OperationKind::Kernel, move || self.run()))
     }
 }
 
@@ -160,9 +160,9 @@ impl Product {
 /// `at` points to one.
 unsafe fn factor(at: *const c_void, compute: i32) -> f64 {
     let (ty, bytes) = match compute {
-        64 | 65 => (Type::F16, 2),
-        70 | 71 => (Type::F64, 8),
-        _ => (Type::F32, 4),
+        64 | 65 => (ElementType::F16, 2),
+        70 | 71 => (ElementType::F64, 8),
+        _ => (ElementType::F32, 4),
     };
     // SAFETY: the caller answers for the pointer.
     ty.get(unsafe { std::slice::from_raw_parts(at.cast::<u8>(), bytes) })

@@ -10,7 +10,7 @@ use std::sync::{LazyLock, Mutex, PoisonError};
 use crate::driver::device::cuDeviceGetAttribute;
 use crate::driver::launch::{cuFuncSetAttribute, cuLaunchKernel, load_function};
 use crate::entry_points::{entry_points, missing};
-use crate::error::{Code, INVALID_VALUE, NOT_FOUND, NOT_SUPPORTED, Result, SUCCESS};
+use crate::error::{ErrorCode, INVALID_VALUE, NOT_FOUND, NOT_SUPPORTED, Result, SUCCESS};
 use crate::handles::Handle;
 use crate::stream::{PER_THREAD, current_device, stream};
 
@@ -45,17 +45,17 @@ static KERNELS: LazyLock<Mutex<HashMap<usize, Registered>>> = LazyLock::new(Mute
 thread_local! {
     /// Grid, block, shared memory and stream of launches whose kernels are still to be named.
     static CONFIGURATIONS: RefCell<Vec<(Dim3, Dim3, usize, Handle)>> = const { RefCell::new(Vec::new()) };
-    static LAST_ERROR: Cell<Code> = const { Cell::new(SUCCESS) };
+    static LAST_ERROR: Cell<ErrorCode> = const { Cell::new(SUCCESS) };
 }
 
-fn note(result: Code) -> Code {
+fn note(result: ErrorCode) -> ErrorCode {
     if result != SUCCESS {
         LAST_ERROR.set(result);
     }
     result
 }
 
-fn check(status: Code) -> Result {
+fn check(status: ErrorCode) -> Result {
     if status == SUCCESS { Ok(()) } else { Err(status) }
 }
 
@@ -144,13 +144,13 @@ pub extern "C" fn __cudaRegisterVar(
 /// Gives what the last call of this thread that failed has failed with, and forgets it.
 #[unsafe(no_mangle)]
 #[allow(non_snake_case, reason = "the names are CUDA's")]
-pub extern "C" fn cudaGetLastError() -> Code {
+pub extern "C" fn cudaGetLastError() -> ErrorCode {
     LAST_ERROR.replace(SUCCESS)
 }
 
 #[unsafe(no_mangle)]
 #[allow(non_snake_case, reason = "the names are CUDA's")]
-pub extern "C" fn cudaGetErrorString(_code: Code) -> *const c_char {
+pub extern "C" fn cudaGetErrorString(_code: ErrorCode) -> *const c_char {
     c"an error of the emulated driver".as_ptr()
 }
 

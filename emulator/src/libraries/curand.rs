@@ -4,17 +4,17 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 
 use crate::entry_points::{entry_points, missing};
-use crate::error::{Code, Result};
+use crate::error::{ErrorCode, Result};
 use crate::handles::{Handle, Handles};
 use crate::memory;
-use crate::stream::{Kind, Operation, stream};
+use crate::stream::{Operation, OperationKind, stream};
 
 /// `CURAND_STATUS_LAUNCH_FAILURE` and `CURAND_STATUS_INTERNAL_ERROR`
 const LAUNCH_FAILURE: i32 = 201;
 const INTERNAL_ERROR: i32 = 999;
 
 /// The library's status for a code, which may be one already.
-fn status_of(code: Code) -> i32 {
+fn status_of(code: ErrorCode) -> i32 {
     if matches!(code, 100..=106 | 201..=204 | INTERNAL_ERROR) { code } else { LAUNCH_FAILURE }
 }
 
@@ -44,7 +44,7 @@ impl Generator {
 fn generate<T: Copy + Send + Sync + 'static>(handle: Handle, at: u64, n: usize, f: impl Fn(&Generator) -> T) -> Result {
     let generator = GENERATORS.get(handle)?;
     let values = (0..n).map(|_| f(&generator)).collect::<Vec<_>>();
-    stream(generator.stream.load(Ordering::Relaxed))?.push(Operation::new(Kind::Kernel, move || {
+    stream(generator.stream.load(Ordering::Relaxed))?.push(Operation::new(OperationKind::Kernel, move || {
         let bytes = size_of_val(&values[..]);
         let to = memory::get().bytes_at_run(at, bytes)?;
         // SAFETY: the device's memory is checked.

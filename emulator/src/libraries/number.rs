@@ -2,7 +2,7 @@
 
 /// An element type of a library.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub enum Type {
+pub enum ElementType {
     F32,
     F64,
     F16,
@@ -52,7 +52,7 @@ fn to_bf16(x: f32) -> u16 {
     if x.is_nan() { 0x7fff } else { ((bits + 0x7fff + (bits >> 16 & 1)) >> 16) as u16 }
 }
 
-impl Type {
+impl ElementType {
     pub fn bytes(self) -> usize {
         match self {
             Self::I8 | Self::U8 => 1,
@@ -122,12 +122,20 @@ mod tests {
 
     #[test]
     fn numbers_of_each_type_come_back() {
-        for (ty, x) in [(Type::F32, 1.5), (Type::F64, 1e300), (Type::Bf16, -3.0), (Type::I8, -7.0), (Type::U8, 200.0)] {
+        for (ty, x) in [
+            (ElementType::F32, 1.5),
+            (ElementType::F64, 1e300),
+            (ElementType::Bf16, -3.0),
+            (ElementType::I8, -7.0),
+            (ElementType::U8, 200.0),
+        ] {
             let mut bytes = [0; 8];
             ty.set(&mut bytes, x);
             assert_eq!(ty.get(&bytes), x, "{ty:?}");
         }
-        for (ty, x) in [(Type::I32, -70000.0), (Type::U32, 4e9), (Type::I64, -5e12), (Type::U64, 5e12)] {
+        for (ty, x) in
+            [(ElementType::I32, -70000.0), (ElementType::U32, 4e9), (ElementType::I64, -5e12), (ElementType::U64, 5e12)]
+        {
             let mut bytes = [0; 8];
             ty.set(&mut bytes, x);
             assert_eq!(ty.get(&bytes), x, "{ty:?}");

@@ -4,7 +4,7 @@ use std::ffi::{CStr, c_char};
 
 use crate::driver::device::uuid_text;
 use crate::entry_points::entry_points;
-use crate::error::{Code, Result};
+use crate::error::{ErrorCode, Result};
 use crate::memory;
 use crate::settings::{self, Nvml};
 
@@ -34,7 +34,7 @@ pub struct ProcessInfo {
 }
 
 /// The library's status for a code, which may be one already.
-fn status_of(code: Code) -> i32 {
+fn status_of(code: ErrorCode) -> i32 {
     if (1..=29).contains(&code) { code } else { UNKNOWN }
 }
 

@@ -1,5 +1,5 @@
-//! Who holds how much of each device's memory. Processes that name the same file in `CUEMU_LEDGER` share devices: what
-//! one holds is missing from what the others find free. A process that has died holds nothing.
+//! The memory of each device that each process holds. Processes that name the same file in `CUEMU_LEDGER` share
+//! devices: memory that one holds is not free for the others. A process that has died holds nothing.
 
 use std::fs::OpenOptions;
 use std::os::fd::AsRawFd;
@@ -12,17 +12,17 @@ use crate::settings::{self, MAX_DEVICES};
 /// Most processes that share a device.
 const SLOTS: usize = 64;
 
-/// What one process holds. Zeros are a slot that nobody has.
+/// The bytes that one process holds. A slot of zeros is free.
 #[repr(C)]
 struct Slot {
     process: AtomicU64,
     held: [AtomicU64; MAX_DEVICES],
 }
 
-pub struct Ledger {
+pub struct DeviceLedger {
     slots: &'static [Slot],
     own: usize,
-    /// What a neighbour that tests make up holds.
+    /// The bytes of another process, simulated by tests.
     neighbour: [AtomicU64; MAX_DEVICES],
     /// The most that this process has held.
     peak: [AtomicU64; MAX_DEVICES],
@@ -52,7 +52,7 @@ fn is_alive(process: u64) -> bool {
     process != 0 && unsafe { libc::kill(process as i32, 0) } == 0
 }
 
-impl Ledger {
+impl DeviceLedger {
     pub fn new() -> Self {
         let slots = open(settings::get().ledger.as_deref());
         let process = u64::from(std::process::id());
@@ -66,7 +66,7 @@ impl Ledger {
         Self { slots, own, neighbour: Default::default(), peak: Default::default() }
     }
 
-    /// Bytes of `device` that nobody holds, less than none where two processes take the last of it at once.
+    /// Free bytes of `device`; negative where two processes take the last of it at once.
     fn left(&self, device: usize) -> i64 {
         let is_held = |(i, slot): &(usize, &Slot)| *i == self.own || is_alive(slot.process.load(Ordering::SeqCst));
         let slots = self.slots.iter().enumerate().filter(is_held);

@@ -10,26 +10,26 @@ mod virtual_memory;
 use std::collections::BTreeMap;
 use std::sync::{Mutex, MutexGuard, OnceLock};
 
-pub use pinned::Pinned;
+pub use pinned::PinnedRegions;
 pub use shared::IpcKey;
 pub use space::{DEVICE, DeviceSet, LOCAL, PAGE, READ_WRITE, protect, reserve};
 pub use virtual_memory::GRANULARITY;
 
 use crate::error::{ILLEGAL_ADDRESS, INVALID_VALUE, OUT_OF_MEMORY, Result};
 use crate::settings::{self, MAX_DEVICES};
-use ledger::Ledger;
-use space::{Space, WINDOW};
+use ledger::DeviceLedger;
+use space::{AddressSpace, WINDOW};
 use virtual_memory::Physical;
 
-/// What an allocation of no bytes from a pool gives. No access there is allowed.
+/// The address of an allocation of no bytes from a pool. No access to it is allowed.
 const EMPTY: u64 = DEVICE + PAGE;
 
 struct Region {
     bytes: u64,
-    kind: Kind,
+    kind: RegionKind,
 }
 
-enum Kind {
+enum RegionKind {
     Allocated {
         device: usize,
         /// Where its bytes are in the file.
@@ -55,7 +55,7 @@ struct State {
     unreserved: BTreeMap<u64, Vec<u64>>,
     /// Physical memory by its handle.
     physical: BTreeMap<u64, Physical>,
-    /// What is mapped into reserved addresses: bytes and handle.
+    /// Mappings into reserved addresses: bytes and handle.
     mapped: BTreeMap<u64, (u64, u64)>,
     /// Of each device, those whose kernels may access what is allocated there.
     peers: [DeviceSet; MAX_DEVICES],
@@ -68,10 +68,10 @@ struct State {
 }
 
 pub struct Memory {
-    space: Space,
-    ledger: Ledger,
+    space: AddressSpace,
+    ledger: DeviceLedger,
     state: Mutex<State>,
-    pub pinned: Pinned,
+    pub pinned: PinnedRegions,
 }
 
 /// Whether an address is one of a device.
@@ -85,7 +85,12 @@ pub fn get() -> &'static Memory {
     MEMORY.get_or_init(|| {
         // The first pages are never given out: an address near the start of the window is a mistake.
         let state = State { next: DEVICE + (1 << 30), ..State::default() };
-        Memory { space: Space::new(), ledger: Ledger::new(), state: Mutex::new(state), pinned: Pinned::default() }
+        Memory {
+            space: AddressSpace::new(),
+            ledger: DeviceLedger::new(),
+            state: Mutex::new(state),
+            pinned: PinnedRegions::default(),
+        }
     })
 }
 
@@ -120,12 +125,12 @@ impl Memory {
         self.space.limits(device)
     }
 
-    /// Bytes of `device` that nobody holds, this process's pool included.
+    /// Free bytes of `device`, this process's pool included.
     pub fn free_bytes(&self, device: usize) -> u64 {
         self.ledger.free(device)
     }
 
-    /// What a context takes of its device.
+    /// Takes a context's memory on its device.
     pub fn open_context(&self, device: usize) -> Result {
         self.ledger.take(device, settings::get().context)
     }
@@ -178,7 +183,7 @@ impl Memory {
             self.take(&mut state, device, pages)?;
         }
         let (at, physical) = (state.addresses(bytes, PAGE), state.place_in_file(pages));
-        let kind = Kind::Allocated { device, physical, pool, exported: false };
+        let kind = RegionKind::Allocated { device, physical, pool, exported: false };
         state.regions.insert(at, Region { bytes, kind });
         self.space.show(at, pages, self.space.file, physical, READ_WRITE);
         self.space.poison(at, bytes);
@@ -193,7 +198,7 @@ impl Memory {
         let is_new = state.peers[other] >> device & 1 == 0;
         state.peers[other] |= 1 << device;
         for (at, region) in &state.regions {
-            if matches!(region.kind, Kind::Allocated { device, pool: false, .. } if device == other) {
+            if matches!(region.kind, RegionKind::Allocated { device, pool: false, .. } if device == other) {
                 self.space.allow(*at, region.bytes, 1 << device);
             }
         }
@@ -206,7 +211,8 @@ impl Memory {
             return Ok(());
         }
         let mut state = self.state();
-        let Some(Region { bytes, kind: Kind::Allocated { device, physical, pool, exported } }) = state.regions.get(&at)
+        let Some(Region { bytes, kind: RegionKind::Allocated { device, physical, pool, exported } }) =
+            state.regions.get(&at)
         else {
             return Err(INVALID_VALUE);
         };
@@ -253,7 +259,7 @@ impl Memory {
         (state.pool_used[device], state.pool_used[device] + state.pool_cached[device])
     }
 
-    /// Where the bytes at an address are. What is no device address is the host's, and is left to the host.
+    /// Where the bytes at an address are. Addresses outside of device memory are the host's and are not checked.
     pub fn bytes_at(&self, at: u64, bytes: usize) -> Result<*mut u8> {
         self.space.bytes_at(at, bytes).map_err(|wrong| {
             eprintln!("emulator: {bytes} bytes at {at:#x} are not all allocated: those at {wrong:#x} are not");
@@ -271,7 +277,7 @@ impl Memory {
         let state = self.state();
         let (start, region) = state.regions.range(..=at).next_back()?;
         match region.kind {
-            Kind::Reserved => {
+            RegionKind::Reserved => {
                 let (start, (bytes, _)) = state.mapped.range(..=at).next_back()?;
                 (at < start + bytes).then_some((*start, *bytes))
             }
@@ -284,9 +290,9 @@ impl Memory {
         let state = self.state();
         let (start, region) = state.regions.range(..=at).next_back()?;
         match &region.kind {
-            Kind::Allocated { device, .. } => (at < start + region.bytes).then_some(*device),
-            Kind::Imported { key, .. } => (at < start + region.bytes).then_some(key[4] as usize),
-            Kind::Reserved => {
+            RegionKind::Allocated { device, .. } => (at < start + region.bytes).then_some(*device),
+            RegionKind::Imported { key, .. } => (at < start + region.bytes).then_some(key[4] as usize),
+            RegionKind::Reserved => {
                 let (start, (bytes, handle)) = state.mapped.range(..=at).next_back()?;
                 (at < start + bytes).then(|| state.physical[handle].device)
             }

@@ -15,9 +15,9 @@ struct State {
 }
 
 #[derive(Default)]
-pub struct Pinned(Mutex<State>);
+pub struct PinnedRegions(Mutex<State>);
 
-impl Pinned {
+impl PinnedRegions {
     pub fn allocate(&self, bytes: u64) -> Result<u64> {
         if bytes == 0 {
             return Err(INVALID_VALUE);

@@ -2,10 +2,10 @@
 //! and the place in it.
 
 use super::space::{PAGE, READ_WRITE};
-use super::{Kind, Memory, Region};
+use super::{Memory, Region, RegionKind};
 use crate::error::{INVALID_CONTEXT, INVALID_VALUE, Result};
 
-/// What the 64 bytes of a handle hold: process, file, place in the file, bytes, device.
+/// The 64 bytes of a handle: process, file, place in the file, bytes, device.
 pub type IpcKey = [u64; 8];
 
 impl Memory {
@@ -13,7 +13,7 @@ impl Memory {
     pub fn export(&self, at: u64) -> Result<IpcKey> {
         let mut state = self.state();
         match state.regions.get_mut(&at) {
-            Some(Region { bytes, kind: Kind::Allocated { device, physical, pool: false, exported } }) => {
+            Some(Region { bytes, kind: RegionKind::Allocated { device, physical, pool: false, exported } }) => {
                 *exported = true;
                 Ok([u64::from(std::process::id()), self.space.file as u64, *physical, *bytes, *device as u64, 0, 0, 0])
             }
@@ -30,7 +30,7 @@ impl Memory {
         }
         let mut state = self.state();
         for (at, region) in &mut state.regions {
-            if let Kind::Imported { key: other, opened, .. } = &mut region.kind
+            if let RegionKind::Imported { key: other, opened, .. } = &mut region.kind
                 && *other == key
             {
                 *opened += 1;
@@ -45,7 +45,7 @@ impl Memory {
             return Err(INVALID_VALUE);
         }
         let at = state.addresses(bytes, PAGE);
-        state.regions.insert(at, Region { bytes, kind: Kind::Imported { file, key, opened: 1 } });
+        state.regions.insert(at, Region { bytes, kind: RegionKind::Imported { file, key, opened: 1 } });
         self.space.show(at, bytes.next_multiple_of(PAGE), file, physical, READ_WRITE);
         self.space.allow(at, bytes, 1 << device);
         Ok(at)
@@ -54,7 +54,7 @@ impl Memory {
     /// Closes what [`Memory::import`] opened.
     pub fn close(&self, at: u64) -> Result {
         let mut state = self.state();
-        let Some(Region { bytes, kind: Kind::Imported { file, opened, .. } }) = state.regions.get_mut(&at) else {
+        let Some(Region { bytes, kind: RegionKind::Imported { file, opened, .. } }) = state.regions.get_mut(&at) else {
             return Err(INVALID_VALUE);
         };
         *opened -= 1;

@@ -29,7 +29,7 @@ const POISON: u16 = 0x7fff;
 /// Maps pages, at `at` unless that is zero.
 ///
 /// # Safety
-/// With `MAP_FIXED` nobody may use what was mapped at these addresses.
+/// With `MAP_FIXED` nothing may use the earlier mapping at these addresses.
 unsafe fn map(at: u64, bytes: u64, protection: i32, flags: i32, file: i32, offset: u64) -> *mut c_void {
     // SAFETY: the caller answers for the addresses; a failure is seen below.
     let start = unsafe { libc::mmap(at as *mut c_void, bytes as usize, protection, flags, file, offset as i64) };
@@ -37,7 +37,7 @@ unsafe fn map(at: u64, bytes: u64, protection: i32, flags: i32, file: i32, offse
     start
 }
 
-/// Keeps addresses that nothing else may get, and that nobody can read.
+/// Reserves addresses, so that nothing else is mapped there and no access succeeds.
 pub fn reserve(at: u64, bytes: u64) {
     // SAFETY: MAP_FIXED_NOREPLACE takes only addresses that are free.
     unsafe { map(at, bytes, libc::PROT_NONE, UNUSED | libc::MAP_FIXED_NOREPLACE, -1, 0) };
@@ -71,18 +71,18 @@ fn set_limits(table: *mut u16, at: u64, bytes: u64, limit: impl Fn(u64) -> u16) 
 pub type DeviceSet = u16;
 
 /// The windows, the file that holds the devices' bytes, and the limits.
-pub struct Space {
+pub struct AddressSpace {
     pub file: i32,
     /// A table of each device.
     limits: Vec<*mut u16>,
 }
 
 // SAFETY: the tables are written and read by volatile accesses of whole entries, and live as long as the process.
-unsafe impl Send for Space {}
+unsafe impl Send for AddressSpace {}
 // SAFETY: as above.
-unsafe impl Sync for Space {}
+unsafe impl Sync for AddressSpace {}
 
-impl Space {
+impl AddressSpace {
     pub fn new() -> Self {
         // SAFETY: the name is a C string.
         let file = unsafe { libc::memfd_create(c"device".as_ptr(), libc::MFD_CLOEXEC) };
@@ -145,8 +145,8 @@ impl Space {
         values.fill(POISON);
     }
 
-    /// Where the bytes at an address are, or the first address among them that is not allocated. What is no device
-    /// address is the host's, and is left to the host.
+    /// Where the bytes at an address are, or the first address among them that is not allocated.
+    /// Addresses outside of device memory are the host's and are not checked.
     pub fn bytes_at(&self, at: u64, bytes: usize) -> Result<*mut u8, u64> {
         if !(DEVICE..DEVICE + WINDOW).contains(&at) {
             return Ok(at as *mut u8);

@@ -1,7 +1,7 @@
 //! Virtual memory: addresses are reserved, physical memory is created, and the one is mapped to the other.
 
 use super::space::{DEVICE, DeviceSet, READ_WRITE, STORE, WINDOW, protect};
-use super::{Kind, Memory, Region, State};
+use super::{Memory, Region, RegionKind, State};
 use crate::error::{INVALID_VALUE, Result};
 
 /// Sizes and addresses of virtual memory are multiples of this.
@@ -54,13 +54,14 @@ impl Memory {
             None
         };
         let at = used_again.unwrap_or_else(|| state.addresses(bytes, align));
-        state.regions.insert(at, Region { bytes, kind: Kind::Reserved });
+        state.regions.insert(at, Region { bytes, kind: RegionKind::Reserved });
         Ok(at)
     }
 
     pub fn free_addresses(&self, at: u64, bytes: u64) -> Result {
         let mut state = self.state();
-        let reserved = matches!(state.regions.get(&at), Some(Region { bytes: n, kind: Kind::Reserved }) if *n == bytes);
+        let reserved =
+            matches!(state.regions.get(&at), Some(Region { bytes: n, kind: RegionKind::Reserved }) if *n == bytes);
         if !reserved || state.mapped.range(at..at + bytes).next().is_some() {
             return Err(INVALID_VALUE);
         }
@@ -90,7 +91,7 @@ impl Memory {
         }
         let mut state = self.state();
         let region = state.regions.range(..=at).next_back().ok_or(INVALID_VALUE)?;
-        let is_reserved = matches!(region.1.kind, Kind::Reserved) && at + bytes <= region.0 + region.1.bytes;
+        let is_reserved = matches!(region.1.kind, RegionKind::Reserved) && at + bytes <= region.0 + region.1.bytes;
         let before = state.mapped.range(..at + bytes).next_back();
         let is_free = before.is_none_or(|(start, (n, _))| start + n <= at);
         let physical = state.physical.get_mut(&handle).filter(|p| !p.released && offset + bytes <= p.bytes);

@@ -7,7 +7,7 @@ use std::collections::BTreeMap;
 use std::sync::atomic::AtomicU32;
 use std::sync::{Arc, Mutex};
 
-use crate::error::{Code, INVALID_PTX, NOT_FOUND, Result};
+use crate::error::{ErrorCode, INVALID_PTX, NOT_FOUND, Result};
 use crate::{memory, ptx, settings};
 pub use compile::Compiled;
 
@@ -15,7 +15,7 @@ pub use compile::Compiled;
 pub const DYNAMIC_SHARED: u32 = 48 << 10;
 
 /// A function that can be launched.
-pub struct Kernel {
+pub struct LoadedKernel {
     pub name: String,
     pub function: Compiled,
     /// Offset and size of each parameter.
@@ -35,26 +35,26 @@ pub struct Kernel {
 }
 
 /// A variable of a module.
-pub struct Variable {
+pub struct LoadedVariable {
     pub name: String,
     pub at: u64,
     pub bytes: u64,
 }
 
-pub struct Module {
-    entries: BTreeMap<String, ptx::Code>,
-    pub variables: Vec<Variable>,
+pub struct LoadedModule {
+    entries: BTreeMap<String, ptx::EntryPoint>,
+    pub variables: Vec<LoadedVariable>,
     text: Arc<Vec<String>>,
-    kernels: Mutex<Vec<Arc<Kernel>>>,
+    kernels: Mutex<Vec<Arc<LoadedKernel>>>,
 }
 
-/// Says what is wrong with a function or module, and gives the code for it.
-fn invalid(what: &str, error: &str) -> Code {
+/// Prints the error of a function or module, and returns its code.
+fn invalid(what: &str, error: &str) -> ErrorCode {
     eprintln!("emulator: {what}: {error}");
     INVALID_PTX
 }
 
-impl Module {
+impl LoadedModule {
     /// Loads a module for a device.
     ///
     /// # Safety
@@ -62,7 +62,7 @@ impl Module {
     pub unsafe fn load(device: usize, image: *const u8) -> Result<Self> {
         // SAFETY: the caller keeps what this asks for.
         let text = unsafe { image::ptx_of(image) }?;
-        let module = ptx::Module::parse(&text).map_err(|error| invalid("module", &error.to_string()))?;
+        let module = ptx::PtxModule::parse(&text).map_err(|error| invalid("module", &error.to_string()))?;
         let mut variables = Vec::new();
         for variable in &module.variables {
             let (mut at, bytes) = (0, variable.bytes);
@@ -74,22 +74,22 @@ impl Module {
                 // SAFETY: the memory has just been allocated with this size.
                 unsafe { to.copy_from_nonoverlapping(value.as_ptr(), bytes) };
             }
-            variables.push(Variable { name: variable.name.clone(), at, bytes: bytes as u64 });
+            variables.push(LoadedVariable { name: variable.name.clone(), at, bytes: bytes as u64 });
         }
         let text = Arc::new(text.lines().map(str::to_owned).collect());
         Ok(Self { entries: module.entries, variables, text, kernels: Mutex::default() })
     }
 
     /// The function of a name, compiled.
-    pub fn kernel(&self, name: &str) -> Result<Arc<Kernel>> {
-        let find = |kernels: &[Arc<Kernel>]| kernels.iter().find(|kernel| kernel.name == name).cloned();
+    pub fn kernel(&self, name: &str) -> Result<Arc<LoadedKernel>> {
+        let find = |kernels: &[Arc<LoadedKernel>]| kernels.iter().find(|kernel| kernel.name == name).cloned();
         if let Some(kernel) = find(&self.kernels.lock().unwrap()) {
             return Ok(kernel);
         }
         let code = self.entries.get(name).ok_or(NOT_FOUND)?;
         let races = settings::get().races;
         let function = compile::compile(name, &code.c, races).map_err(|error| invalid(name, &error))?;
-        let kernel = Arc::new(Kernel {
+        let kernel = Arc::new(LoadedKernel {
             name: name.into(),
             function,
             params: code.params.clone(),
@@ -111,7 +111,7 @@ impl Module {
     }
 }
 
-impl Drop for Module {
+impl Drop for LoadedModule {
     fn drop(&mut self) {
         for variable in self.variables.iter().filter(|variable| variable.at != 0) {
             let _ = memory::get().free(variable.at);
@@ -119,7 +119,7 @@ impl Drop for Module {
     }
 }
 
-impl Kernel {
+impl LoadedKernel {
     /// A line of the PTX and, if it was compiled with -lineinfo, of the source.
     pub fn place(&self, line: u32) -> String {
         let Some(text) = self.text.get((line as usize).wrapping_sub(1)) else { return "an unknown place".into() };

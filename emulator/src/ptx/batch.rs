@@ -1,13 +1,14 @@
 //! Matrix instructions that a warp does at one meeting: waiting for each other costs its threads more than the work.
 //!
-//! An instruction joins the open batch where it stands, with what its registers hold there; it is done when the batch
-//! is closed. Until then nothing may happen that would notice: only instructions that compute registers, and none that
-//! are results of the batch. What a later instruction of the batch reads of an earlier one stays in the batch.
+//! An instruction joins the open batch with the values of its registers at that point; it is executed when the batch is
+//! closed. Until then nothing may depend on it: only instructions that compute registers may come between, and none
+//! that are results of the batch. Values that a later instruction of the batch reads from an earlier one stay in the
+//! batch.
 
 use std::collections::BTreeMap;
 use std::fmt::Write;
 
-use super::body::{Body, Name};
+use super::body::{FunctionBody, Name};
 use super::error::{Cause, Result};
 use super::instructions;
 use super::operand::mangle;
@@ -41,7 +42,7 @@ impl Batch {
     }
 
     /// Whether an instruction may be written before the batch is closed: it joins the batch, or only computes registers
-    /// that are no results of it from others.
+    /// from registers, none of which are results of the batch.
     pub fn lets_pass(&self, i: &Instruction<'_>) -> bool {
         match i.opcode {
             "mma" | "movmatrix" => true,
@@ -56,7 +57,7 @@ impl Batch {
     }
 }
 
-impl Body<'_, '_> {
+impl FunctionBody<'_, '_> {
     /// The word that holds an operand of an instruction that joins the batch.
     pub fn batch_operand(&mut self, operand: &str) -> Result<usize> {
         match self.batch.results.get(operand) {

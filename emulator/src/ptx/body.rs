@@ -4,26 +4,26 @@ use std::collections::HashMap;
 use std::fmt::Arguments;
 
 use super::batch::Batch;
-use super::error::{Cause, Error, Result};
+use super::error::{Cause, PtxError, Result};
 use super::instructions;
 use super::operand::mangle;
-use super::parse::{Function, variable};
-use super::statement::{Instruction, Line, Statement, split};
-use super::types::Type;
-use super::unit::{Unit, write_line};
+use super::parse::{ParsedFunction, variable};
+use super::statement::{Instruction, NumberedStatement, Statement, split};
+use super::types::PtxType;
+use super::unit::{TranslationUnit, write_line};
 
-/// What a name stands for.
+/// The meaning of a name.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Name {
     /// A register, as it was declared.
-    Register(Type),
+    Register(PtxType),
     /// A parameter or local memory: its C name is a pointer or an array.
     Memory,
 }
 
 /// A function's body on its way to C.
-pub(super) struct Body<'u, 'a> {
-    pub unit: &'u mut Unit<'a>,
+pub(super) struct FunctionBody<'u, 'a> {
+    pub unit: &'u mut TranslationUnit<'a>,
     pub is_entry: bool,
     /// The names of each open scope.
     scopes: Vec<HashMap<String, Name>>,
@@ -35,8 +35,8 @@ pub(super) struct Body<'u, 'a> {
     c: String,
 }
 
-impl<'u, 'a> Body<'u, 'a> {
-    pub fn new(unit: &'u mut Unit<'a>, f: &Function) -> Self {
+impl<'u, 'a> FunctionBody<'u, 'a> {
+    pub fn new(unit: &'u mut TranslationUnit<'a>, f: &ParsedFunction) -> Self {
         let params = f.returns.iter().chain(&f.params).map(|p| (p.name.clone(), Name::Memory));
         Self {
             unit,
@@ -65,7 +65,7 @@ impl<'u, 'a> Body<'u, 'a> {
     }
 
     /// Writes the lines of a body.
-    pub fn lines(&mut self, lines: &[Line]) -> Result<(), Error> {
+    pub fn lines(&mut self, lines: &[NumberedStatement]) -> Result<(), PtxError> {
         // A jump table may stand after its jump.
         for line in lines {
             if let Statement::JumpTable(name, targets) = &line.statement {
@@ -89,7 +89,7 @@ impl<'u, 'a> Body<'u, 'a> {
                         Statement::Declaration(_) => self.declaration(text),
                         _ => self.instruction(text, line.number),
                     };
-                    done.map_err(|cause| Error { line: line.number, statement: text.clone(), cause })?;
+                    done.map_err(|cause| PtxError { line: line.number, statement: text.clone(), cause })?;
                 }
             }
         }
@@ -98,7 +98,7 @@ impl<'u, 'a> Body<'u, 'a> {
     }
 
     /// Opens a scope whose labels are its own: inline assembly brings the same ones each time.
-    fn open(&mut self, inside: &[Line]) {
+    fn open(&mut self, inside: &[NumberedStatement]) {
         self.scopes.push(HashMap::new());
         let (mut depth, mut labels) = (1, Vec::new());
         for line in inside {
@@ -123,7 +123,7 @@ impl<'u, 'a> Body<'u, 'a> {
         self.tables.get(name).map(Vec::as_slice).ok_or_else(|| Cause::Operand(name.into()))
     }
 
-    /// What a name stands for in the innermost scope that has it.
+    /// The meaning of a name in the innermost scope that has it.
     pub fn name(&self, name: &str) -> Option<Name> {
         self.scopes.iter().rev().find_map(|scope| scope.get(name)).copied()
     }
@@ -157,7 +157,7 @@ impl<'u, 'a> Body<'u, 'a> {
     fn registers(&mut self, text: &str) -> Result<()> {
         const LIST: Cause = Cause::Syntax("a list of registers is not whole");
         let (ty, names) = text.split_once(' ').ok_or(LIST)?;
-        let ty = Type::parse(ty.strip_prefix('.').ok_or(LIST)?)?;
+        let ty = PtxType::parse(ty.strip_prefix('.').ok_or(LIST)?)?;
         for name in split(names) {
             let names = match name.split_once('<') {
                 Some((stem, count)) => {

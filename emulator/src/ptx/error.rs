@@ -1,15 +1,15 @@
-//! Why a module cannot be emulated.
+//! Errors of modules that cannot be emulated.
 
 use std::fmt;
 
-/// What about a statement is not emulated or not PTX.
+/// The reason why a statement is not emulated, or not PTX.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Cause {
     /// No such instruction, or not with this modifier.
     NotEmulated(String),
     /// A type that the instruction does not take, or no type.
     Type(String),
-    /// An operand that is no register, variable, number or address.
+    /// An operand that is not a register, variable, number or address.
     Operand(String),
     /// Fewer operands than the instruction takes.
     FewOperands,
@@ -34,20 +34,20 @@ impl fmt::Display for Cause {
 
 /// A statement of a module that cannot be emulated.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Error {
+pub struct PtxError {
     /// Of the module's text, from 1.
     pub line: usize,
     pub statement: String,
     pub cause: Cause,
 }
 
-impl fmt::Display for Error {
+impl fmt::Display for PtxError {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "PTX line {}: `{}`: {}", self.line, self.statement, self.cause)
     }
 }
 
-impl std::error::Error for Error {}
+impl std::error::Error for PtxError {}
 
 /// The result of translating a part of a statement.
 pub(super) type Result<T, E = Cause> = std::result::Result<T, E>;

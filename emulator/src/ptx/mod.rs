@@ -1,4 +1,4 @@
-//! PTX to C: what nvcc's front end and optimiser really made, with a C statement for each instruction. Every CUDA
+//! PTX to C: the real output of nvcc's front end and optimiser, with a C statement for each instruction. Every CUDA
 //! thread runs the function as a fiber of its own, so control flow, divergence included, needs no care here.
 //!
 //! | step | file |
@@ -10,18 +10,18 @@
 //! | matrix instructions that a warp does at one meeting | [`batch`] |
 //! | registers, numbers, addresses | [`operand`] |
 //! | each instruction, by families | [`instructions`] |
-//! | what that C stands on | `emulator/runtime/*.h` |
+//! | the C functions that it calls | `emulator/runtime/*.h` |
 //!
 //! A PTX register is a C variable of its width, and each instruction reads it as the type that it names. Labels, jumps
-//! and scopes are C's own. What a register or local memory holds before it is written is not a number.
+//! and scopes are C's own. Registers and local memory hold NaN before they are written.
 //!
-//! [`Module::parse`] translates everything, so that an instruction that is not emulated fails when the module is
+//! [`PtxModule::parse`] translates everything, so that an instruction that is not emulated fails when the module is
 //! loaded, by its name and line; so does one with a modifier that its function never asked for. To add an instruction:
 //! a line in the table of [`instructions`], a function in the file of its family, and a test in `tests/instructions`
 //! against the same arithmetic in Rust.
 //!
 //! Not as on a GPU: the last bits of `approx` instructions; the order in which tensor cores sum (here k ascending, in
-//! float32); `activemask`, which gives each thread itself alone; the bits of what is not a number; and `mul` and `add`
+//! float32); `activemask`, which gives each thread itself alone; the bits of NaN; and `mul` and `add`
 //! of float32 without `.rn`, which ptxas may fuse and the emulator never does: `nvcc --fmad=false` writes `.rn`.
 
 mod batch;
@@ -36,7 +36,7 @@ mod unit;
 
 use std::collections::BTreeMap;
 
-pub use error::{Cause, Error};
+pub use error::{Cause, PtxError};
 
 /// The C that translated functions stand on; each begins with `#include "runtime.h"`, which is this text.
 pub const RUNTIME: &str = concat!(
@@ -52,7 +52,7 @@ pub const RUNTIME: &str = concat!(
 
 /// A variable or parameter of a module or function.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct Variable {
+pub struct PtxVariable {
     pub name: String,
     /// `global`, `const`, `shared`, `local` or `param`.
     pub space: String,
@@ -66,7 +66,7 @@ pub struct Variable {
 
 /// An entry point in C.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Code {
+pub struct EntryPoint {
     /// A translation unit that defines `void kernel(Thread *, const u8 *parameters)`.
     pub c: String,
     /// Bytes of shared memory that it declares; dynamic shared memory follows.
@@ -81,21 +81,21 @@ pub struct Code {
 
 /// A module whose entry points are all translated.
 #[derive(Debug, Default)]
-pub struct Module {
-    pub variables: Vec<Variable>,
-    pub entries: BTreeMap<String, Code>,
+pub struct PtxModule {
+    pub variables: Vec<PtxVariable>,
+    pub entries: BTreeMap<String, EntryPoint>,
 }
 
-impl Module {
+impl PtxModule {
     /// Parses the text of a module and translates its entry points.
     ///
     /// # Errors
-    /// [`Error`] names the line of the text and what about it is not emulated or not PTX.
-    pub fn parse(text: &str) -> Result<Self, Error> {
-        let source = parse::Source::parse(text)?;
+    /// [`PtxError`] names the line of the text, and the reason why it is not emulated or not PTX.
+    pub fn parse(text: &str) -> Result<Self, PtxError> {
+        let source = parse::ParsedModule::parse(text)?;
         let entries = source.functions.values().filter(|f| f.entry);
         let entries =
-            entries.map(|f| Ok((f.name.clone(), unit::translate(&source, f)?))).collect::<Result<_, Error>>()?;
+            entries.map(|f| Ok((f.name.clone(), unit::translate(&source, f)?))).collect::<Result<_, PtxError>>()?;
         Ok(Self { variables: source.variables, entries })
     }
 }
@@ -104,10 +104,10 @@ impl Module {
 mod tests {
     use super::*;
 
-    /// What is wrong with an entry point that has this statement in its fourth line.
+    /// The error of an entry point that has this statement in its fourth line.
     fn error(statement: &str) -> (usize, String) {
         let text = format!(".version 8.8\n.entry k() {{\n.reg .b32 %r<4>; .reg .f32 %f<4>;\n{statement}\n}}");
-        let error = Module::parse(&text).expect_err(statement);
+        let error = PtxModule::parse(&text).expect_err(statement);
         (error.line, error.cause.to_string())
     }
 
@@ -138,7 +138,7 @@ mod tests {
             mov.u32 %r, dynamic;
             bar.sync 0;
             }";
-        let module = Module::parse(text).expect("a module");
+        let module = PtxModule::parse(text).expect("a module");
         let code = &module.entries["k"];
         assert_eq!(code.params, [(0, 1), (8, 8), (16, 12), (28, 2)]);
         assert_eq!((code.shared, code.max_threads, code.alone), (128, 64, false));
@@ -152,7 +152,7 @@ mod tests {
             .entry one() { .reg .b32 %r; ld.shared.u32 %r, [first]; ret; }
             .entry both() { .reg .b32 %r; mov.u32 %r, first; call.uni f; ret; }
             .entry none() { ret; }";
-        let module = Module::parse(text).expect("a module");
+        let module = PtxModule::parse(text).expect("a module");
         let bytes = ["one", "both", "none"].map(|name| module.entries[name].shared);
         assert_eq!(bytes, [112, 400, 0]);
     }

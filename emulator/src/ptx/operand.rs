@@ -1,10 +1,10 @@
 //! Operands in C: registers, numbers, addresses, special registers.
 
-use super::body::{Body, Name};
+use super::body::{FunctionBody, Name};
 use super::error::{Cause, Result};
-use super::instructions::Space;
+use super::instructions::StateSpace;
 use super::statement::{Instruction, split};
-use super::types::Type;
+use super::types::PtxType;
 
 /// A C name for a name of PTX.
 pub(super) fn mangle(name: &str) -> String {
@@ -86,7 +86,7 @@ fn special(name: &str) -> Option<&'static str> {
     })
 }
 
-impl Body<'_, '_> {
+impl FunctionBody<'_, '_> {
     /// The bits of an operand as a C expression; a literal is one of so many bytes.
     pub fn raw(&self, operand: &str, bytes: usize) -> Result<String> {
         let operand = operand.trim();
@@ -125,32 +125,32 @@ impl Body<'_, '_> {
     }
 
     /// An operand as a C value of its type; halves are doubles.
-    pub fn value(&self, operand: &str, ty: Type) -> Result<String> {
+    pub fn value(&self, operand: &str, ty: PtxType) -> Result<String> {
         let raw = self.raw(operand, ty.bytes())?;
         Ok(match ty {
-            Type::F32 | Type::Tf32 => format!("F32({raw})"),
-            Type::F64 => format!("F64({raw})"),
-            Type::F16 => format!("F16({raw})"),
-            Type::Bf16 => format!("(double)BF16({raw})"),
-            Type::Pred => raw,
+            PtxType::F32 | PtxType::Tf32 => format!("F32({raw})"),
+            PtxType::F64 => format!("F64({raw})"),
+            PtxType::F16 => format!("F16({raw})"),
+            PtxType::Bf16 => format!("(double)BF16({raw})"),
+            PtxType::Pred => raw,
             _ => format!("({})({raw})", ty.c_int()),
         })
     }
 
     /// The bits of a C value of a type.
-    pub fn bits(ty: Type, value: &str) -> String {
+    pub fn bits(ty: PtxType, value: &str) -> String {
         match ty {
-            Type::F32 | Type::Tf32 => format!("B32({value})"),
-            Type::F64 => format!("B64({value})"),
-            Type::F16 => format!("B16({value})"),
-            Type::Bf16 => format!("BB16({value})"),
-            Type::Pred => format!("(u8)(({value}) != 0)"),
+            PtxType::F32 | PtxType::Tf32 => format!("B32({value})"),
+            PtxType::F64 => format!("B64({value})"),
+            PtxType::F16 => format!("B16({value})"),
+            PtxType::Bf16 => format!("BB16({value})"),
+            PtxType::Pred => format!("(u8)(({value}) != 0)"),
             _ => format!("({})({value})", ty.c_int()),
         }
     }
 
     /// C that writes a C value of a type into a register, which may be wider, or into `_`.
-    pub fn set(&self, to: &str, ty: Type, value: &str) -> Result<String> {
+    pub fn set(&self, to: &str, ty: PtxType, value: &str) -> Result<String> {
         if to == "_" {
             return Ok(format!("(void)({value});"));
         }
@@ -175,19 +175,19 @@ impl Body<'_, '_> {
     }
 
     /// A C pointer to `bytes` of memory, checked for this kind of access (`READ`, `WRITE`, `ATOMIC`, `STRONG_READ`).
-    pub fn pointer(&self, space: Space, operand: &str, bytes: usize, access: &str) -> Result<String> {
+    pub fn pointer(&self, space: StateSpace, operand: &str, bytes: usize, access: &str) -> Result<String> {
         let address = self.address(operand)?;
         Ok(match space {
-            Space::Shared => format!("shared_at(T, {address}, {bytes}, {bytes}, {access})"),
-            Space::Local => format!("local_at(T, {address}, {bytes}, {bytes}, {access})"),
-            Space::Param => format!("(u8 *){address}"),
-            Space::Global | Space::Generic => format!("global_at(T, {address}, {bytes}, {bytes}, {access})"),
+            StateSpace::Shared => format!("shared_at(T, {address}, {bytes}, {bytes}, {access})"),
+            StateSpace::Local => format!("local_at(T, {address}, {bytes}, {bytes}, {access})"),
+            StateSpace::Param => format!("(u8 *){address}"),
+            StateSpace::Global | StateSpace::Generic => format!("global_at(T, {address}, {bytes}, {bytes}, {access})"),
         })
     }
 
     /// An operand that is a predicate, and not a number or another register.
     pub fn is_predicate(&self, operand: &str) -> bool {
-        self.name(operand.trim_start_matches('!')) == Some(Name::Register(Type::Pred))
+        self.name(operand.trim_start_matches('!')) == Some(Name::Register(PtxType::Pred))
     }
 
     /// The operands of a predicate result: `p|q`.

@@ -2,35 +2,35 @@
 
 use std::collections::BTreeMap;
 
-use super::Variable;
-use super::error::{Cause, Error, Result};
+use super::PtxVariable;
+use super::error::{Cause, PtxError, Result};
 use super::operand::number;
-use super::statement::{Line, split, statements};
-use super::types::Type;
+use super::statement::{NumberedStatement, split, statements};
+use super::types::PtxType;
 
 /// A function as it was read.
 #[derive(Debug)]
-pub(super) struct Function {
+pub(super) struct ParsedFunction {
     pub name: String,
     pub entry: bool,
-    pub returns: Vec<Variable>,
-    pub params: Vec<Variable>,
+    pub returns: Vec<PtxVariable>,
+    pub params: Vec<PtxVariable>,
     /// `.maxntid` or `.reqntid`.
     pub max_threads: Option<u32>,
     /// `None`: declared only.
-    pub body: Option<Vec<Line>>,
+    pub body: Option<Vec<NumberedStatement>>,
     pub line: usize,
 }
 
 /// A module as it was read.
 #[derive(Debug, Default)]
-pub(super) struct Source {
-    pub variables: Vec<Variable>,
-    pub functions: BTreeMap<String, Function>,
+pub(super) struct ParsedModule {
+    pub variables: Vec<PtxVariable>,
+    pub functions: BTreeMap<String, ParsedFunction>,
 }
 
-impl Source {
-    pub fn parse(text: &str) -> Result<Self, Error> {
+impl ParsedModule {
+    pub fn parse(text: &str) -> Result<Self, PtxError> {
         let text = without_comments(text);
         let (mut source, mut rest, mut line) = (Self::default(), text.as_str(), 1);
         loop {
@@ -47,9 +47,9 @@ impl Source {
         }
     }
 
-    fn add(&mut self, item: &Item<'_>, line: usize) -> Result<(), Error> {
+    fn add(&mut self, item: &Item<'_>, line: usize) -> Result<(), PtxError> {
         let head = item.head();
-        let failed = |cause| Error { line, statement: head.lines().next().unwrap_or("").to_owned(), cause };
+        let failed = |cause| PtxError { line, statement: head.lines().next().unwrap_or("").to_owned(), cause };
         if item.is_line || [".section", ".alias", ".pragma"].iter().any(|d| head.starts_with(d)) {
             return Ok(());
         }
@@ -133,9 +133,9 @@ fn without_comments(text: &str) -> String {
 }
 
 /// `.param .align 8 .b8 name[16]`, `.shared .b32 name`, `.extern .shared .align 16 .b8 name[]`
-pub(super) fn variable(text: &str) -> Result<Variable> {
+pub(super) fn variable(text: &str) -> Result<PtxVariable> {
     let (declaration, value) = text.split_once('=').map_or((text, None), |(d, v)| (d, Some(v)));
-    let (mut v, mut element, mut lanes) = (Variable::default(), None, 1);
+    let (mut v, mut element, mut lanes) = (PtxVariable::default(), None, 1);
     let mut words = declaration.split_whitespace();
     while let Some(word) = words.next() {
         match word {
@@ -150,7 +150,7 @@ pub(super) fn variable(text: &str) -> Result<Variable> {
             ".shared" | ".global" | ".const" | ".local" | ".param" if element.is_none() => v.space = word[1..].into(),
             word if word.starts_with(".attribute") => {}
             word if word.starts_with('.') && element.is_none() => {
-                element = Some(Type::parse(&word[1..])?.bytes() * lanes)
+                element = Some(PtxType::parse(&word[1..])?.bytes() * lanes)
             }
             // `.param .u64 .ptr .global .align 1 name` says where a pointer points to.
             word if word.starts_with('.') => {}
@@ -174,12 +174,12 @@ pub(super) fn variable(text: &str) -> Result<Variable> {
 }
 
 /// `(.param .b32 result) name (.param .b64 a) .maxntid 256, 1, 1`
-fn function(head: &str, line: usize) -> Result<Function> {
+fn function(head: &str, line: usize) -> Result<ParsedFunction> {
     const HEAD: Cause = Cause::Syntax("the head of a function is not whole");
     let entry = head.contains(".entry");
     let rest = head.split_once(if entry { ".entry" } else { ".func" }).ok_or(HEAD)?.1.trim();
     let rest = rest.strip_prefix(".noreturn").unwrap_or(rest).trim();
-    let group = |text: &str| -> Result<(Vec<Variable>, usize)> {
+    let group = |text: &str| -> Result<(Vec<PtxVariable>, usize)> {
         let end = text.find(')').ok_or(HEAD)?;
         Ok((split(&text[1..end]).iter().map(|p| variable(p)).collect::<Result<_>>()?, end + 1))
     };
@@ -204,7 +204,7 @@ fn function(head: &str, line: usize) -> Result<Function> {
     if cluster.split(',').any(|n| n.trim() != "1") {
         return Err(Cause::NotEmulated("a cluster of several blocks".into()));
     }
-    Ok(Function { name, entry, returns, params, max_threads, body: None, line })
+    Ok(ParsedFunction { name, entry, returns, params, max_threads, body: None, line })
 }
 
 #[cfg(test)]
@@ -249,7 +249,7 @@ mod tests {
     #[test]
     fn sections_of_debug_information_are_passed_over() {
         let text = ".version 8.0\n.entry k()\n{\nret;\n}\n.section .debug_str\n{\n$L1:\n.b8 1,2\n}\n.global .u32 x;";
-        let source = Source::parse(text).expect("a module");
+        let source = ParsedModule::parse(text).expect("a module");
         assert_eq!((source.functions.len(), source.variables.len()), (1, 1));
     }
 }

@@ -2,8 +2,8 @@
 
 use std::cell::Cell;
 
-use super::error::{Cause, Error, Result};
-use super::types::Type;
+use super::error::{Cause, PtxError, Result};
+use super::types::PtxType;
 
 /// A statement of a body.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -23,13 +23,13 @@ pub(super) enum Statement {
 
 /// A statement and its line in the module's text.
 #[derive(Clone, Debug)]
-pub(super) struct Line {
+pub(super) struct NumberedStatement {
     pub number: usize,
     pub statement: Statement,
 }
 
 /// The statements of a body without its outer braces; `line` is that of its first character.
-pub(super) fn statements(text: &str, mut line: usize) -> Result<Vec<Line>, Error> {
+pub(super) fn statements(text: &str, mut line: usize) -> Result<Vec<NumberedStatement>, PtxError> {
     let (mut lines, mut rest) = (Vec::new(), text);
     loop {
         let skipped = rest.len() - rest.trim_start().len();
@@ -40,9 +40,9 @@ pub(super) fn statements(text: &str, mut line: usize) -> Result<Vec<Line>, Error
         }
         let (statement, bytes) = statement(rest).map_err(|cause| {
             let statement = rest.lines().next().unwrap_or("").to_owned();
-            Error { line, statement, cause }
+            PtxError { line, statement, cause }
         })?;
-        lines.extend(statement.map(|statement| Line { number: line, statement }));
+        lines.extend(statement.map(|statement| NumberedStatement { number: line, statement }));
         line += rest[..bytes].matches('\n').count();
         rest = &rest[bytes..];
     }
@@ -104,7 +104,7 @@ pub(super) fn split(list: &str) -> Vec<String> {
 }
 
 /// `opcode.modifier.modifier operand, operand`. A modifier counts as understood once it was asked for: an instruction
-/// with one that nobody asked for is not emulated.
+/// with a modifier that no code has asked for is not emulated.
 #[derive(Debug)]
 pub(super) struct Instruction<'a> {
     pub opcode: &'a str,
@@ -154,13 +154,13 @@ impl<'a> Instruction<'a> {
     }
 
     /// Its types, in order.
-    pub fn types(&self) -> Vec<Type> {
-        let typed = |(word, used): &(&str, Cell<bool>)| Type::from_name(word).inspect(|_| used.set(true));
+    pub fn types(&self) -> Vec<PtxType> {
+        let typed = |(word, used): &(&str, Cell<bool>)| PtxType::from_name(word).inspect(|_| used.set(true));
         self.modifiers.iter().filter_map(typed).collect()
     }
 
     /// Its only type.
-    pub fn ty(&self) -> Result<Type> {
+    pub fn ty(&self) -> Result<PtxType> {
         match self.types()[..] {
             [ty] => Ok(ty),
             _ => Err(self.not_emulated()),
@@ -172,7 +172,7 @@ impl<'a> Instruction<'a> {
         self.operands.get(i).map(String::as_str).ok_or(Cause::FewOperands)
     }
 
-    /// The first modifier that nobody asked for.
+    /// The first modifier that no code has asked for.
     pub fn unused(&self) -> Option<&'a str> {
         self.modifiers.iter().find(|(_, used)| !used.get()).map(|(word, _)| *word)
     }
@@ -221,7 +221,7 @@ mod tests {
         let i = Instruction::new("fma.rn.ftz.f32 %f1, {%f2, %f3}, [%r1+4]", 1);
         assert_eq!(i.operands, ["%f1", "{%f2, %f3}", "[%r1+4]"]);
         assert!(i.has("rn") && !i.has("sat"));
-        assert_eq!((i.ty(), i.unused()), (Ok(Type::F32), Some("ftz")));
+        assert_eq!((i.ty(), i.unused()), (Ok(PtxType::F32), Some("ftz")));
         assert_eq!(i.which(&["ftz", "sat"]), Ok("ftz"));
         assert_eq!(i.unused(), None);
     }

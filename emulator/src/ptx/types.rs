@@ -4,7 +4,7 @@ use super::error::{Cause, Result};
 
 /// The type of an instruction, register or variable. Numbers are bits.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Type {
+pub(super) enum PtxType {
     Pred,
     Bits(usize),
     Unsigned(usize),
@@ -18,7 +18,7 @@ pub(super) enum Type {
     Bf16x2,
 }
 
-impl Type {
+impl PtxType {
     /// From its name without the dot.
     pub fn from_name(name: &str) -> Option<Self> {
         Some(match name {

@@ -3,23 +3,23 @@
 use std::collections::{HashMap, HashSet};
 use std::fmt::Write;
 
-use super::body::Body;
-use super::error::{Cause, Error, Result};
+use super::body::FunctionBody;
+use super::error::{Cause, PtxError, Result};
 use super::operand::mangle;
-use super::parse::{Function, Source};
-use super::statement::{Line, Statement};
-use super::{Code, Variable};
+use super::parse::{ParsedFunction, ParsedModule};
+use super::statement::{NumberedStatement, Statement};
+use super::{EntryPoint, PtxVariable};
 
 /// An entry point on its way to C.
-pub(super) struct Unit<'a> {
-    pub source: &'a Source,
+pub(super) struct TranslationUnit<'a> {
+    pub source: &'a ParsedModule,
     /// Where each shared variable lies.
     pub shared: HashMap<String, usize>,
     shared_bytes: usize,
     /// No instruction so far waits for other threads.
     pub alone: bool,
     /// Functions that are called; those that are not written yet follow.
-    pub called: Vec<&'a Function>,
+    pub called: Vec<&'a ParsedFunction>,
     /// Batches of matrix instructions so far: each has a function of its own.
     pub batches: usize,
     pub declarations: String,
@@ -27,8 +27,8 @@ pub(super) struct Unit<'a> {
 }
 
 /// Translates an entry point.
-pub(super) fn translate<'a>(source: &'a Source, entry: &'a Function) -> Result<Code, Error> {
-    let mut unit = Unit {
+pub(super) fn translate<'a>(source: &'a ParsedModule, entry: &'a ParsedFunction) -> Result<EntryPoint, PtxError> {
+    let mut unit = TranslationUnit {
         source,
         shared: HashMap::new(),
         shared_bytes: 0,
@@ -55,7 +55,7 @@ pub(super) fn translate<'a>(source: &'a Source, entry: &'a Function) -> Result<C
     }
     c += &unit.declarations;
     c += &unit.definitions;
-    Ok(Code {
+    Ok(EntryPoint {
         c,
         shared: dynamic,
         params: places(&entry.params),
@@ -65,9 +65,9 @@ pub(super) fn translate<'a>(source: &'a Source, entry: &'a Function) -> Result<C
 }
 
 /// Offset and bytes of each parameter.
-fn places(params: &[Variable]) -> Vec<(usize, usize)> {
+fn places(params: &[PtxVariable]) -> Vec<(usize, usize)> {
     let mut end: usize = 0;
-    let place = |p: &Variable| {
+    let place = |p: &PtxVariable| {
         let at = end.next_multiple_of(p.align);
         end = at + p.bytes;
         (at, p.bytes)
@@ -76,7 +76,7 @@ fn places(params: &[Variable]) -> Vec<(usize, usize)> {
 }
 
 /// The names in a body's instructions: an entry point has only the shared variables of the module that it uses.
-fn names(lines: &[Line]) -> HashSet<&str> {
+fn names(lines: &[NumberedStatement]) -> HashSet<&str> {
     let is_name = |c: char| c.is_ascii_alphanumeric() || "_$%".contains(c);
     let mut names = HashSet::new();
     for line in lines {
@@ -92,18 +92,18 @@ pub(super) fn write_line(c: &mut String, line: std::fmt::Arguments<'_>) {
     writeln!(c, "{line}").expect("a string takes any line");
 }
 
-impl<'a> Unit<'a> {
+impl<'a> TranslationUnit<'a> {
     /// Gives a variable a place in shared memory.
-    pub fn place_shared(&mut self, v: &Variable) {
+    pub fn place_shared(&mut self, v: &PtxVariable) {
         let at = self.shared_bytes.next_multiple_of(v.align);
         self.shared.insert(v.name.clone(), at);
         self.shared_bytes = at + v.bytes;
     }
 
     /// Writes a function.
-    fn function(&mut self, f: &'a Function) -> Result<(), Error> {
+    fn function(&mut self, f: &'a ParsedFunction) -> Result<(), PtxError> {
         let source = self.source;
-        let failed = |cause| Error { line: f.line, statement: f.name.clone(), cause };
+        let failed = |cause| PtxError { line: f.line, statement: f.name.clone(), cause };
         let lines = f.body.as_deref().ok_or_else(|| failed(Cause::NoFunction(f.name.clone())))?;
         let head = if f.entry {
             "void kernel(Thread *T, const u8 *P)".to_owned()
@@ -118,10 +118,9 @@ impl<'a> Unit<'a> {
                 self.place_shared(v);
             }
         }
-        let mut body = Body::new(self, f);
+        let mut body = FunctionBody::new(self, f);
         if f.entry {
-            let takes_address =
-                |line: &Line| matches!(&line.statement, Statement::Instruction(t) if t.contains("cvta.param"));
+            let takes_address = |line: &NumberedStatement| matches!(&line.statement, Statement::Instruction(t) if t.contains("cvta.param"));
             let are_local = lines.iter().any(takes_address);
             for (p, (at, bytes)) in f.params.iter().zip(places(&f.params)) {
                 let name = mangle(&p.name);

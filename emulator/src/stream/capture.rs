@@ -4,7 +4,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex};
 use std::thread::ThreadId;
 
-use super::{Kind, Operation, STREAMS, Stream};
+use super::{Operation, OperationKind, STREAMS, Stream};
 use crate::error::{
     GRAPH_EXEC_UPDATE_FAILURE, Result, STREAM_CAPTURE_INVALIDATED, STREAM_CAPTURE_UNMATCHED,
     STREAM_CAPTURE_UNSUPPORTED, STREAM_CAPTURE_WRONG_THREAD,
@@ -19,7 +19,7 @@ pub enum CaptureMode {
     Relaxed,
 }
 
-/// A capture that goes on, or that has ended without a graph yet.
+/// A capture in progress, or one that has ended without a graph yet.
 pub struct Capture {
     mode: CaptureMode,
     thread: ThreadId,
@@ -149,7 +149,7 @@ impl GraphExec {
         if let Some(capture) = stream.capture() {
             return graph.operations.iter().try_for_each(|operation| capture.add(operation.clone()));
         }
-        stream.push(Operation::new(Kind::Empty, move || {
+        stream.push(Operation::new(OperationKind::Empty, move || {
             graph.operations.iter().try_for_each(|operation| (operation.work)())
         }))
     }

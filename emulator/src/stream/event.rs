@@ -4,13 +4,13 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Condvar, Mutex};
 use std::time::{Duration, Instant};
 
-use super::{Capture, Kind, Operation, Stream, check_device};
+use super::{Capture, Operation, OperationKind, Stream, check_device};
 use crate::error::{CAPTURED_EVENT, INVALID_HANDLE, NOT_READY, Result, STREAM_CAPTURE_ISOLATION};
 
 /// How often a thread that waits for an event looks whether its device has failed.
 const POLL: Duration = Duration::from_millis(20);
 
-pub struct Event {
+pub struct StreamEvent {
     timed: bool,
     /// How often it was recorded.
     recorded: AtomicU64,
@@ -21,7 +21,7 @@ pub struct Event {
     capture: Mutex<Option<Arc<Capture>>>,
 }
 
-impl Event {
+impl StreamEvent {
     pub fn new(timed: bool) -> Arc<Self> {
         Arc::new(Self {
             timed,
@@ -40,14 +40,14 @@ impl Event {
             return check_device(stream.device);
         }
         let (record, event) = (self.recorded.fetch_add(1, Ordering::SeqCst) + 1, self.clone());
-        stream.push(Operation::new(Kind::Empty, move || {
+        stream.push(Operation::new(OperationKind::Empty, move || {
             *event.done.lock().unwrap() = (record, Some(Instant::now()));
             event.change.notify_all();
             Ok(())
         }))
     }
 
-    /// Fails for an event of a capture that goes on, as the host cannot ask for it.
+    /// Fails for an event of a capture in progress, which the host cannot query.
     pub fn forbid_capture(&self) -> Result {
         match &*self.capture.lock().unwrap() {
             Some(capture) if capture.is_going_on() => Err(CAPTURED_EVENT),
@@ -86,7 +86,7 @@ impl Event {
             return Err(STREAM_CAPTURE_ISOLATION);
         }
         let (event, record, device) = (self.clone(), self.recorded.load(Ordering::SeqCst), stream.device);
-        stream.push(Operation::new(Kind::Empty, move || event.wait_for(record, device)))
+        stream.push(Operation::new(OperationKind::Empty, move || event.wait_for(record, device)))
     }
 
     pub fn milliseconds_since(&self, start: &Self) -> Result<f32> {

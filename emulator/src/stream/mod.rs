@@ -11,21 +11,21 @@ use std::sync::{Arc, Condvar, Mutex};
 use std::time::Duration;
 
 pub use capture::{Capture, CaptureMode, Graph, GraphExec, forbid_while_capturing};
-pub use event::Event;
+pub use event::StreamEvent;
 pub use table::{
     PER_THREAD, STREAMS, current_device, current_stream, drain_device, set_current_device, stream, wait_for_default,
     wait_for_device,
 };
 
-use crate::error::{Code, Result, STREAM_CAPTURE_UNSUPPORTED};
+use crate::error::{ErrorCode, Result, STREAM_CAPTURE_UNSUPPORTED};
 use crate::settings::{self, MAX_DEVICES};
 
-/// What an operation does, as often as a graph that has it is launched.
-pub type Work = Arc<dyn Fn() -> Result + Send + Sync>;
+/// The work of an operation, which runs each time that a graph with it is launched.
+pub type OperationWork = Arc<dyn Fn() -> Result + Send + Sync>;
 
-/// What an operation is, by its `CUgraphNodeType`.
+/// The kind of an operation, by its `CUgraphNodeType`.
 #[derive(Clone, Copy, PartialEq, Eq)]
-pub enum Kind {
+pub enum OperationKind {
     Kernel = 0,
     Copy = 1,
     Fill = 2,
@@ -36,12 +36,12 @@ pub enum Kind {
 /// One operation of a stream, and a node of a graph.
 #[derive(Clone)]
 pub struct Operation {
-    pub kind: Kind,
-    pub work: Work,
+    pub kind: OperationKind,
+    pub work: OperationWork,
 }
 
 impl Operation {
-    pub fn new(kind: Kind, work: impl Fn() -> Result + Send + Sync + 'static) -> Self {
+    pub fn new(kind: OperationKind, work: impl Fn() -> Result + Send + Sync + 'static) -> Self {
         Self { kind, work: Arc::new(work) }
     }
 }
@@ -58,7 +58,7 @@ pub fn check_device(device: usize) -> Result {
 }
 
 /// Notes an error that a device has met. Its first one stays.
-pub fn break_device(device: usize, code: Code) {
+pub fn break_device(device: usize, code: ErrorCode) {
     let _ = ERRORS[device].compare_exchange(0, code, Ordering::SeqCst, Ordering::SeqCst);
 }
 

@@ -65,7 +65,7 @@ pub fn wait_for_device(device: usize) -> Result {
 }
 
 /// As [`wait_for_device`], for calls that wait although the program has not asked for it: they may come from other
-/// threads while a capture of this device goes on.
+/// threads while a capture of this device is in progress.
 pub fn drain_device(device: usize) -> Result {
     check_device(device)?;
     streams_of(device).iter().try_for_each(|stream| stream.wait())?;

@@ -1,4 +1,4 @@
-//! What the tests share: a device, kernels, and processes of their own.
+//! Helpers that the tests share: a device, kernels, and processes of their own.
 
 use std::ffi::{CString, c_void};
 use std::process::Command;
@@ -92,7 +92,7 @@ pub fn ok(code: i32) {
     assert_eq!(code, 0, "a call failed");
 }
 
-/// What a call writes, if it goes well.
+/// The value that a successful call writes.
 #[track_caller]
 pub fn get<T: Default>(call: impl FnOnce(*mut T) -> i32) -> T {
     let mut out = T::default();

@@ -141,7 +141,7 @@ fn case() -> usize {
     std::env::var("EMULATOR_TEST_CASE").ok().and_then(|n| n.parse().ok()).expect("the parent names a case")
 }
 
-/// What the kernels declare.
+/// The declarations of the kernels.
 const BEFORE: &str = "
     .extern .func __assertfail(.param .b64 a, .param .b64 b, .param .b32 c, .param .b64 d, .param .b64 e);
     .global .align 1 .b8 condition[6] = {120, 32, 60, 32, 121, 0};";

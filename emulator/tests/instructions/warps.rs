@@ -1,4 +1,4 @@
-//! What the threads of a warp or of a block do together.
+//! Instructions that the threads of a warp or of a block execute together.
 
 use super::kernel::run;
 use super::random::Random;

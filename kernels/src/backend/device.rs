@@ -1,16 +1,15 @@
-//! What a device's room implements beside storage and operators.
+//! The trait of a device, beside its storage and operators.
 
-use super::feed::{FeedImpl, GiveUp, Place};
+use super::broadcast::{BroadcastReceiverImpl, IsCancelled};
 use super::group::GroupImpl;
 use super::operators::OpsImpl;
 use super::storage::MemoryImpl;
 use crate::borrowed::{BorrowedMemory, MemoryHandle};
 use crate::error::DeviceError;
-use crate::group::{GroupId, Membership};
-use crate::kv_layout::KvDtype;
-use crate::weights::WeightDtype;
+use crate::group::{AllReduce, GroupId, Membership};
+use crate::values::StorageDtype;
 
-/// What one rank asks of its device.
+/// Options of one rank's device.
 #[derive(Clone, Copy, Debug)]
 pub struct DeviceOptions<'a> {
     /// Number of the rank: which device it takes where the machine has several, and what its threads are named after.
@@ -39,14 +38,14 @@ pub enum AttentionKernel {
     Flash,
 }
 
-/// What a model asks of a device.
+/// The values of a model that a device may not support.
 #[derive(Clone, Copy, Debug)]
 pub struct ModelShape {
     pub head_dim: usize,
     /// Tokens of a block of the KV cache.
     pub block_size: usize,
-    pub weights: WeightDtype,
-    pub kv: KvDtype,
+    pub weights: StorageDtype,
+    pub kv: StorageDtype,
 }
 
 /// The device of one rank. [`Device`](crate::Device) and [`Devices`](crate::Devices) document what each method does.
@@ -99,16 +98,20 @@ pub(crate) trait DeviceImpl: MemoryImpl {
     fn group_id(&self) -> Result<Option<GroupId>, DeviceError> {
         Ok(None)
     }
-    fn join(&self, _: &Membership) -> candle_core::Result<Box<dyn GroupImpl>> {
-        unreachable!("there is no id of a group of such devices")
+    fn join(&self, _: &Membership, _: AllReduce) -> candle_core::Result<Box<dyn GroupImpl>> {
+        unreachable!("such devices have no group id")
     }
     fn exchange_bytes(&self) -> usize {
         0
     }
-    fn feeds_by(&self) -> Option<&'static str> {
+    fn broadcast_library(&self) -> Option<&'static str> {
         None
     }
-    fn join_feed(&self, _: &Place, _: GiveUp<'_>) -> Result<Box<dyn FeedImpl>, DeviceError> {
+    fn join_broadcast(
+        &self,
+        _: &Membership,
+        _: IsCancelled<'_>,
+    ) -> Result<Box<dyn BroadcastReceiverImpl>, DeviceError> {
         Err(DeviceError::Unsupported("other processes cannot send to such a device".into()))
     }
 }

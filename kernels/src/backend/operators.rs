@@ -1,17 +1,18 @@
-//! The operators that a device's room implements. [`Ops`](crate::Ops) documents what each does.
+//! The trait of a device's operators. [`Ops`](crate::Ops) documents what each does.
 
 use std::any::Any;
 use std::ops::Range;
 
 use candle_core::{Result, Tensor};
 
-use crate::buffer::Buffer;
+use crate::buffer::DeviceBuffer;
+use crate::group::HostCollective;
 use crate::kv_cache::KvCache;
 use crate::kv_layout::BlockCopy;
 use crate::matrix::Matrix;
 use crate::merge::Merge;
 use crate::sampling::Sampled;
-use crate::step::{AttentionShape, Least, Padding, Step, StepInput};
+use crate::step::{AttentionShape, Padding, Step, StepInput};
 use crate::weights::{ReadRows, WriteElements};
 
 /// The operators of one rank. Called from its thread alone.
@@ -21,44 +22,49 @@ pub(crate) trait OpsImpl: Send {
     fn prepare_padded(&self, input: &StepInput<'_>, _padding: Padding) -> Result<(usize, Box<dyn Any>)> {
         Ok((input.tokens.len(), self.prepare(input)?))
     }
-    /// `launches` says whether all went well, and is called again where what it has started does not run.
-    fn pass(&self, _step: &Step<'_>, _ranks: Option<Least<'_>>, launches: &mut dyn FnMut() -> bool) -> Result<()> {
+    /// `launches` returns whether it succeeded. It is called again if a capture of it is not used.
+    fn capture_or_replay(
+        &self,
+        _step: &Step<'_>,
+        _ranks: &dyn HostCollective,
+        launches: &mut dyn FnMut() -> bool,
+    ) -> Result<()> {
         launches();
         Ok(())
     }
-    fn forget_passes(&self) {}
-    fn samples_in_pass(&self, _step: &Step<'_>) -> bool {
+    fn drop_graphs(&self) {}
+    fn samples_in_graph(&self, _step: &Step<'_>) -> bool {
         false
     }
-    fn sample_in_pass(&self, _logits: &Tensor, _step: &Step<'_>, _rows: Range<usize>) -> Result<()> {
-        unreachable!("tasks are answered after a pass")
+    fn sample_in_graph(&self, _logits: &Tensor, _step: &Step<'_>, _rows: Range<usize>) -> Result<()> {
+        unreachable!("no graph answers tasks")
     }
     fn sampled<'a>(&'a self, _step: &'a Step<'_>) -> Result<Sampled<'a>> {
-        unreachable!("tasks are answered after a pass")
+        unreachable!("no graph answers tasks")
     }
     fn embed(&self, table: &Matrix, first_token: usize, step: &Step<'_>, out: &Tensor) -> Result<()>;
-    fn linear(&self, x: &Tensor, w: &Matrix, bias: Option<&Buffer>, out: &Tensor) -> Result<()>;
+    fn linear(&self, x: &Tensor, w: &Matrix, bias: Option<&DeviceBuffer>, out: &Tensor) -> Result<()>;
     fn linear_silu_mul(
         &self,
         x: &Tensor,
         w: &Matrix,
-        bias: Option<&Buffer>,
+        bias: Option<&DeviceBuffer>,
         gate_up: &Tensor,
         out: &Tensor,
     ) -> Result<()>;
     fn silu_mul(&self, gate_up: &Tensor, out: &Tensor) -> Result<()>;
-    fn rms_norm(&self, x: &Tensor, weight: &Buffer, eps: f32, out: &Tensor) -> Result<()>;
+    fn rms_norm(&self, x: &Tensor, weight: &DeviceBuffer, eps: f32, out: &Tensor) -> Result<()>;
     fn add_rms_norm(
         &self,
         residual: &Tensor,
         x: &Tensor,
-        bias: Option<&Buffer>,
-        weight: &Buffer,
+        bias: Option<&DeviceBuffer>,
+        weight: &DeviceBuffer,
         eps: f32,
         out: &Tensor,
     ) -> Result<()>;
-    fn rms_norm_heads(&self, x: &Tensor, weight: &Buffer, eps: f32) -> Result<()>;
-    fn rope(&self, x: &Tensor, head_dim: usize, step: &Step<'_>, cos: &Buffer, sin: &Buffer) -> Result<()>;
+    fn rms_norm_heads(&self, x: &Tensor, weight: &DeviceBuffer, eps: f32) -> Result<()>;
+    fn rope(&self, x: &Tensor, head_dim: usize, step: &Step<'_>, cos: &DeviceBuffer, sin: &DeviceBuffer) -> Result<()>;
     fn write_kv(&self, k: &Tensor, v: &Tensor, step: &Step<'_>, cache: &mut KvCache) -> Result<()>;
     fn copy_blocks(&self, cache: &mut KvCache, copies: &[BlockCopy]) -> Result<()>;
     fn paged_attention(

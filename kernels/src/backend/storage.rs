@@ -1,5 +1,5 @@
-//! The storage that a device's room implements. [`Device`](crate::Device), [`Matrix`](crate::Matrix),
-//! [`KvCache`](crate::KvCache) and [`Buffer`](crate::Buffer) document what each method does.
+//! The traits of a device's storage. [`Device`](crate::Device), [`Matrix`](crate::Matrix),
+//! [`KvCache`](crate::KvCache) and [`DeviceBuffer`](crate::DeviceBuffer) document what each method does.
 
 use std::any::Any;
 use std::ops::Range;
@@ -9,7 +9,8 @@ use candle_core::{Result, Tensor};
 use crate::activations::Activations;
 use crate::error::DeviceError;
 use crate::kv_layout::KvLayout;
-use crate::weights::{Dtype, MatrixShape, RowBits, WeightRows};
+use crate::values::{Dtype, TensorData, TensorView};
+use crate::weights::MatrixShape;
 
 /// The memory of one rank's device.
 pub(crate) trait MemoryImpl: Send + Sync + 'static {
@@ -38,8 +39,11 @@ pub(crate) trait MatrixImpl: Any + Send + Sync {
     fn restore(&mut self) -> std::result::Result<(), DeviceError> {
         Ok(())
     }
-    fn write_columns(&mut self, row0: usize, rows: WeightRows<'_>, width: usize, first_column: usize);
-    fn read_rows(&self, row0: usize, out: RowBits<'_>);
+    fn write_columns(&mut self, row0: usize, rows: TensorView<'_>, width: usize, first_column: usize);
+    /// The stored values of whole rows.
+    fn read_rows(&self, rows: Range<usize>) -> TensorData<'static>;
+    /// Copies whole rows from `row0` on, as float32.
+    fn read_f32(&self, row0: usize, out: &mut [f32]);
     fn can_copy(&self, _from: &BorrowedRows<'_>) -> bool {
         false
     }
@@ -72,7 +76,7 @@ pub struct BorrowedRows<'a> {
     pub(crate) columns: usize,
 }
 
-/// What a device says of values.
+/// Facts that a device has computed about values.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Digested {
     /// XXH3-128 of their bytes, big-endian.

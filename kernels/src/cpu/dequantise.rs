@@ -13,7 +13,7 @@ use half::{bf16, f16};
 use super::isa::{Isa, Kernel};
 use super::lanes::Lanes;
 use super::math::{round_bf16, widen_f16};
-use crate::weights::WeightDtype;
+use crate::values::StorageDtype;
 
 /// Values of a block in the formats whose scales are quantised too.
 const LONG: usize = 256;
@@ -24,10 +24,10 @@ const LONG: usize = 256;
 ///
 /// # Panics
 /// If `blocks` do not have exactly as many values as `out`.
-pub fn dequantise(isa: Isa, dtype: GgmlDType, blocks: &[u8], precision: WeightDtype, out: &mut [f32]) {
+pub fn dequantise(isa: Isa, dtype: GgmlDType, blocks: &[u8], precision: StorageDtype, out: &mut [f32]) {
     match precision {
-        WeightDtype::Bf16 => dequantise_as::<true>(isa, dtype, blocks, out),
-        WeightDtype::F32 => dequantise_as::<false>(isa, dtype, blocks, out),
+        StorageDtype::Bf16 => dequantise_as::<true>(isa, dtype, blocks, out),
+        StorageDtype::F32 => dequantise_as::<false>(isa, dtype, blocks, out),
     }
 }
 
@@ -401,7 +401,7 @@ mod tests {
             let rounded = bits(expected.iter().map(|x| bf16::from_f32(*x).to_f32()));
             let expected = bits(expected);
             for isa in Isa::available() {
-                for (precision, expected) in [(WeightDtype::F32, &expected), (WeightDtype::Bf16, &rounded)] {
+                for (precision, expected) in [(StorageDtype::F32, &expected), (StorageDtype::Bf16, &rounded)] {
                     let mut out = vec![f32::NAN; expected.len()];
                     dequantise(isa, dtype, &file[offset..], precision, &mut out);
                     let context = format!("seed {seed}, {dtype:?} as {precision:?}, {}", isa.name());
@@ -414,6 +414,6 @@ mod tests {
     #[test]
     #[should_panic(expected = "2 blocks of 20 bytes for 3 of 32 values")]
     fn values_without_a_block_are_refused() {
-        dequantise(Isa::detect(), GgmlDType::Q4_1, &[0; 40], WeightDtype::F32, &mut [0.0; 96]);
+        dequantise(Isa::detect(), GgmlDType::Q4_1, &[0; 40], StorageDtype::F32, &mut [0.0; 96]);
     }
 }

@@ -17,7 +17,8 @@ use crate::error::DeviceError;
 use crate::host::memory;
 use crate::kv_layout::KvLayout;
 use crate::tensor::{with_f32, with_f32_mut};
-use crate::weights::{MatrixShape, RowBits, WeightRows};
+use crate::values::{TensorData, TensorView};
+use crate::weights::MatrixShape;
 
 /// Bytes of a cache line. Rows of whole cache lines that start at one are stored line by line.
 const LINE: usize = 64;
@@ -126,12 +127,16 @@ fn cannot_map(what: &str, bytes: usize, error: &std::io::Error) -> DeviceError {
 }
 
 impl MatrixImpl for PackedMatrix {
-    fn write_columns(&mut self, row0: usize, rows: WeightRows<'_>, width: usize, first_column: usize) {
+    fn write_columns(&mut self, row0: usize, rows: TensorView<'_>, width: usize, first_column: usize) {
         PackedMatrix::write_columns(self, row0, rows, width, first_column);
     }
 
-    fn read_rows(&self, row0: usize, out: RowBits<'_>) {
-        PackedMatrix::read_rows(self, row0, out);
+    fn read_rows(&self, rows: Range<usize>) -> TensorData<'static> {
+        PackedMatrix::read_rows(self, rows)
+    }
+
+    fn read_f32(&self, row0: usize, out: &mut [f32]) {
+        PackedMatrix::read_f32(self, row0, out);
     }
 }
 

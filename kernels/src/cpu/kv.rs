@@ -4,7 +4,8 @@
 use super::pool::Cpu;
 use super::rows::Rows;
 use super::storage::Mapping;
-use crate::kv_layout::{BlockCopy, KvDtype, KvLayout};
+use crate::kv_layout::{BlockCopy, KvLayout};
+use crate::values::StorageDtype;
 use half::bf16;
 
 mod write;
@@ -28,7 +29,7 @@ impl KvBlocks {
     /// If the system cannot map the memory.
     ///
     /// # Panics
-    /// If a dimension is 0, or `head_dim` is no multiple of 16.
+    /// If a dimension is 0, or `head_dim` is not a multiple of 16.
     pub fn try_new(layout: KvLayout) -> std::io::Result<KvBlocks> {
         let KvLayout { blocks, block_size, kv_heads, head_dim, .. } = layout;
         assert!(blocks * block_size * kv_heads * head_dim > 0, "{layout:?} has an empty dimension");
@@ -67,8 +68,8 @@ impl KvBlocks {
         let end = blocks * block_size;
         assert!(slots.iter().all(|s| (*s as usize) < end), "a slot of {slots:?} is outside a cache of {end}");
         match dtype {
-            KvDtype::Bf16 => self.write_as::<bf16>(cpu, k, v, slots),
-            KvDtype::F32 => self.write_as::<f32>(cpu, k, v, slots),
+            StorageDtype::Bf16 => self.write_as::<bf16>(cpu, k, v, slots),
+            StorageDtype::F32 => self.write_as::<f32>(cpu, k, v, slots),
         }
     }
 
@@ -83,8 +84,8 @@ impl KvBlocks {
     /// If a block is outside the cache, or `tokens` exceeds the block size.
     pub fn copy_blocks(&mut self, copies: &[BlockCopy]) {
         match self.layout.dtype {
-            KvDtype::Bf16 => self.copy_as::<bf16>(copies),
-            KvDtype::F32 => self.copy_as::<f32>(copies),
+            StorageDtype::Bf16 => self.copy_as::<bf16>(copies),
+            StorageDtype::F32 => self.copy_as::<f32>(copies),
         }
     }
 

@@ -33,21 +33,21 @@ pub struct Row<'a> {
 /// A bound on the tokens that filters keep: the last token kept, in the order of descending logits, ties by ascending
 /// id.
 #[derive(Clone, Copy, Debug, PartialEq)]
-pub struct Bound {
+pub struct LogitBound {
     pub logit: f32,
     pub id: u32,
 }
 
-impl Bound {
+impl LogitBound {
     /// The bound that keeps every token.
-    pub const NONE: Bound = Bound { logit: f32::NEG_INFINITY, id: u32::MAX };
+    pub const NONE: LogitBound = LogitBound { logit: f32::NEG_INFINITY, id: u32::MAX };
 
     pub fn keeps(&self, logit: f32, id: u32) -> bool {
         logit > self.logit || (logit == self.logit && id <= self.id)
     }
 
     /// The bound that keeps fewer tokens.
-    pub fn tighter(self, other: Bound) -> Bound {
+    pub fn tighter(self, other: LogitBound) -> LogitBound {
         if self.keeps(other.logit, other.id) { other } else { self }
     }
 
@@ -85,16 +85,16 @@ pub fn summarise(isa: Isa, logits: &[f32], scale: f32, maxima: &mut Vec<f32>, su
 }
 
 /// Fills `sums` with the sum `Σ e^((x - max) * scale)` over the tokens of each block that `bound` keeps, and returns
-/// the sum of the row. The row must have a finite maximum and no NaN. With [`Bound::NONE`] the bits are those of
+/// the sum of the row. The row must have a finite maximum and no NaN. With [`LogitBound::NONE`] the bits are those of
 /// [`summarise`].
-pub fn sum_exp(isa: Isa, row: &Row<'_>, scale: f32, bound: Bound, sums: &mut Vec<f32>) -> f64 {
+pub fn sum_exp(isa: Isa, row: &Row<'_>, scale: f32, bound: LogitBound, sums: &mut Vec<f32>) -> f64 {
     isa.dispatch(SumExp { row, scale, bound, sums })
 }
 
 /// Returns the first token, in the order of ids, at which the running sum of `e^((x - max) * scale)` over the kept
 /// tokens exceeds `target`, a value in `[0, total)`. `sums` comes from [`sum_exp`] with the same arguments, and its
 /// total must be positive. A token whose exponential is 0 is never returned.
-pub fn inverse_cdf(isa: Isa, row: &Row<'_>, scale: f32, bound: Bound, sums: &[f32], target: f64) -> usize {
+pub fn inverse_cdf(isa: Isa, row: &Row<'_>, scale: f32, bound: LogitBound, sums: &[f32], target: f64) -> usize {
     let (mut block, mut running, mut cumulative) = (None, 0f64, 0f64);
     for (b, &sum) in sums.iter().enumerate() {
         if sum > 0.0 {
@@ -260,7 +260,7 @@ impl Kernel for Summarise<'_> {
 struct SumExp<'a> {
     row: &'a Row<'a>,
     scale: f32,
-    bound: Bound,
+    bound: LogitBound,
     sums: &'a mut Vec<f32>,
 }
 

@@ -17,7 +17,7 @@ use super::pool::Cpu;
 use super::rows::{Rows, RowsMut};
 use crate::merge::{LoraDelta, LowRank, Magnitude, Merge, MergeBase, ReadValues, Replacement, WeightChange};
 use crate::tensor::with_f32;
-use crate::weights::{Dtype, RowBits};
+use crate::values::Dtype;
 
 /// Rows of which the delta is held at once, where it cannot be added to the base directly.
 const DELTA_ROWS: usize = 16;
@@ -30,7 +30,7 @@ pub(super) fn merge_rows(cpu: &Cpu, w: &mut PackedMatrix, first_row: usize, merg
             assert!(!merge.goes_by_whole_rows(), "a merge that needs whole rows has a part of them");
             let base: &PackedMatrix = base.storage();
             let read = |rows: Range<usize>, _: Range<usize>, values: &mut [f32]| {
-                base.read_rows(rows.start - merge.rows.start, RowBits::F32(values));
+                base.read_f32(rows.start - merge.rows.start, values);
             };
             fill(cpu, w, first_row, merge, &read);
         }
@@ -100,7 +100,7 @@ impl WeightChange {
 impl Replacement {
     fn copy(&self, rows: Range<usize>, columns: Range<usize>, out: &mut [f32]) {
         for (row, out) in rows.zip(out.chunks_exact_mut(columns.len())) {
-            self.values.read(row * self.cols + columns.start, out);
+            self.values.read_f32(row * self.cols + columns.start, out);
         }
     }
 }

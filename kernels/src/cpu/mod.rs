@@ -42,13 +42,13 @@ pub use linear::{linear, linear_silu_mul};
 pub use low_rank::add_low_rank;
 pub use merge::round;
 pub use norm::{add_rms_norm, head_rms_norm, rms_norm};
-pub use packed::{Fill, PANEL, PackedMatrix, gather_rows, to_f32};
+pub use packed::{PANEL, PackedMatrix, gather_rows, to_f32};
 pub use pool::{Cpu, ThreadPool};
 pub use rope::rope;
 #[cfg(feature = "cuda")]
 pub(crate) use rows::SharedSlice;
 pub use rows::{Rows, RowsMut};
 #[cfg(feature = "cuda")]
-pub(crate) use sampling::{Question, Samplers, certain_logprob, logprob};
+pub(crate) use sampling::{LogitsTasks, Samplers, certain_logprob, logprob};
 #[cfg(feature = "cuda")]
 pub(crate) use storage::Plain;

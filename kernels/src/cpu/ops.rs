@@ -8,10 +8,10 @@ use candle_core::{Result, Tensor};
 use super::kv::KvBlocks;
 use super::packed::PackedMatrix;
 use super::pool::Cpu;
-use super::sampling::{Question, Samplers};
+use super::sampling::{LogitsTasks, Samplers};
 use super::{linear, merge};
 use crate::backend::operators::OpsImpl;
-use crate::buffer::Buffer;
+use crate::buffer::DeviceBuffer;
 use crate::kv_cache::KvCache;
 use crate::kv_layout::BlockCopy;
 use crate::matrix::Matrix;
@@ -19,7 +19,7 @@ use crate::merge::Merge;
 use crate::sampling::Sampled;
 use crate::step::{AttentionShape, Step, StepInput};
 use crate::tensor::{rows, rows_mut, with_f32, with_f32_mut};
-use crate::weights::{ReadRows, RowBits, WriteElements};
+use crate::weights::{ReadRows, WriteElements};
 
 /// The thread pool of a rank, with the memory that operators reuse.
 pub(crate) struct CpuOps {
@@ -55,7 +55,7 @@ fn blocks_mut(cache: &mut KvCache) -> &mut KvBlocks {
     cache.storage_mut()
 }
 
-fn with_optional<R>(buffer: Option<&Buffer>, f: impl FnOnce(Option<&[f32]>) -> R) -> Result<R> {
+fn with_optional<R>(buffer: Option<&DeviceBuffer>, f: impl FnOnce(Option<&[f32]>) -> R) -> Result<R> {
     match buffer {
         Some(buffer) => with_f32(buffer.tensor(), |values| f(Some(values))),
         None => Ok(f(None)),
@@ -71,7 +71,7 @@ impl OpsImpl for CpuOps {
         rows_mut(out, |out| super::gather_rows(&self.cpu, packed(table), step.input().tokens, first_token, out))
     }
 
-    fn linear(&self, x: &Tensor, w: &Matrix, bias: Option<&Buffer>, out: &Tensor) -> Result<()> {
+    fn linear(&self, x: &Tensor, w: &Matrix, bias: Option<&DeviceBuffer>, out: &Tensor) -> Result<()> {
         let product = |bias: Option<&[f32]>| {
             rows(x, |x| rows_mut(out, |out| linear::linear(&self.cpu, x, packed(w), bias, out)))?
         };
@@ -82,7 +82,7 @@ impl OpsImpl for CpuOps {
         &self,
         x: &Tensor,
         w: &Matrix,
-        bias: Option<&Buffer>,
+        bias: Option<&DeviceBuffer>,
         gate_up: &Tensor,
         out: &Tensor,
     ) -> Result<()> {
@@ -100,7 +100,7 @@ impl OpsImpl for CpuOps {
         rows(gate_up, |gate_up| rows_mut(out, |out| super::silu_mul(&self.cpu, gate_up, out)))?
     }
 
-    fn rms_norm(&self, x: &Tensor, weight: &Buffer, eps: f32, out: &Tensor) -> Result<()> {
+    fn rms_norm(&self, x: &Tensor, weight: &DeviceBuffer, eps: f32, out: &Tensor) -> Result<()> {
         with_f32(weight.tensor(), |w| rows(x, |x| rows_mut(out, |out| super::rms_norm(&self.cpu, x, w, eps, out)))?)?
     }
 
@@ -108,8 +108,8 @@ impl OpsImpl for CpuOps {
         &self,
         residual: &Tensor,
         x: &Tensor,
-        bias: Option<&Buffer>,
-        weight: &Buffer,
+        bias: Option<&DeviceBuffer>,
+        weight: &DeviceBuffer,
         eps: f32,
         out: &Tensor,
     ) -> Result<()> {
@@ -123,11 +123,11 @@ impl OpsImpl for CpuOps {
         with_f32(weight.tensor(), |weight| with_optional(bias, |bias| norm(weight, bias))?)?
     }
 
-    fn rms_norm_heads(&self, x: &Tensor, weight: &Buffer, eps: f32) -> Result<()> {
+    fn rms_norm_heads(&self, x: &Tensor, weight: &DeviceBuffer, eps: f32) -> Result<()> {
         with_f32(weight.tensor(), |w| rows_mut(x, |x| super::head_rms_norm(&self.cpu, x, w, eps)))?
     }
 
-    fn rope(&self, x: &Tensor, head_dim: usize, step: &Step<'_>, cos: &Buffer, sin: &Buffer) -> Result<()> {
+    fn rope(&self, x: &Tensor, head_dim: usize, step: &Step<'_>, cos: &DeviceBuffer, sin: &DeviceBuffer) -> Result<()> {
         let positions = step.input().positions;
         with_f32(cos.tensor(), |cos| {
             with_f32(sin.tensor(), |sin| rows_mut(x, |x| super::rope(&self.cpu, x, head_dim, positions, cos, sin)))?
@@ -163,7 +163,7 @@ impl OpsImpl for CpuOps {
         let (vocab, input) = (logits.dim(1)?, step.input());
         let tasks = input.logits[rows].iter().map(|wanted| &input.tasks[wanted.tasks.clone()]);
         let sampled = with_f32(logits, |logits| {
-            let questions: Vec<Question<'_>> = logits.chunks_exact(vocab).zip(tasks).collect();
+            let questions: Vec<LogitsTasks<'_>> = logits.chunks_exact(vocab).zip(tasks).collect();
             self.samplers.answer(self.cpu.pool(), &questions)
         })?;
         Ok(Sampled::new(|| Ok(sampled)))
@@ -208,7 +208,7 @@ impl OpsImpl for CpuOps {
     fn copy_rows(&self, from: &Matrix, rows: Range<usize>, to: &mut Matrix) -> Result<()> {
         let (from, first) = (packed(from), rows.start);
         packed_mut(to).fill_rows(self.cpu.pool(), 0..rows.len(), &|rows, values| {
-            from.read_rows(first + rows.start, RowBits::F32(values));
+            from.read_f32(first + rows.start, values);
         });
         Ok(())
     }
@@ -223,7 +223,7 @@ impl OpsImpl for CpuOps {
     }
 
     fn unpack(&self, w: &Matrix, out: &Tensor) -> Result<()> {
-        with_f32_mut(out, |values| packed(w).read_rows(0, RowBits::F32(values)))
+        with_f32_mut(out, |values| packed(w).read_f32(0, values))
     }
 
     fn run_on_host(&self, tasks: usize, task: &(dyn Fn(usize) + Sync)) {

@@ -6,22 +6,21 @@ use super::math::round_bf16;
 use super::pool::Cpu;
 use super::rows::RowsMut;
 use super::storage::{Mapping, Plain};
-use crate::weights::{MAX_LEAVES, MatrixShape, ROW_GROUP, RowBits, WeightDtype, WeightRows};
+use crate::values::{StorageDtype, TensorData, TensorView};
+use crate::weights::{MAX_LEAVES, MatrixShape, ROW_GROUP};
 use half::{bf16, f16};
 
 mod fill;
-
-pub use fill::Fill;
 
 /// Rows of the matrix (columns of the product) in a panel.
 pub const PANEL: usize = super::lanes::LANES;
 const _: () = assert!(ROW_GROUP == PANEL, "rows are written fastest by panels");
 
 /// Stored values of a row, including the padding of its last pair.
-fn padded_k(dtype: WeightDtype, k: usize) -> usize {
+fn padded_k(dtype: StorageDtype, k: usize) -> usize {
     match dtype {
-        WeightDtype::Bf16 => k.next_multiple_of(2),
-        WeightDtype::F32 => k,
+        StorageDtype::Bf16 => k.next_multiple_of(2),
+        StorageDtype::F32 => k,
     }
 }
 
@@ -29,15 +28,15 @@ fn padded_k(dtype: WeightDtype, k: usize) -> usize {
 ///
 /// # Panics
 /// If `out` has another length than `values`.
-pub fn to_f32(values: WeightRows<'_>, dtype: WeightDtype, out: &mut [f32]) {
+pub fn to_f32(values: TensorView<'_>, dtype: StorageDtype, out: &mut [f32]) {
     assert_eq!(values.len(), out.len(), "values of the rows");
     match (values, dtype) {
-        (WeightRows::Bf16(rows), WeightDtype::Bf16) => widen::<bf16, _>(rows, out),
-        (WeightRows::F16(rows), WeightDtype::Bf16) => widen::<bf16, _>(rows, out),
-        (WeightRows::F32(rows), WeightDtype::Bf16) => widen::<bf16, _>(rows, out),
-        (WeightRows::Bf16(rows), WeightDtype::F32) => widen::<f32, _>(rows, out),
-        (WeightRows::F16(rows), WeightDtype::F32) => widen::<f32, _>(rows, out),
-        (WeightRows::F32(rows), WeightDtype::F32) => widen::<f32, _>(rows, out),
+        (TensorView::Bf16(rows), StorageDtype::Bf16) => widen::<bf16, _>(rows, out),
+        (TensorView::F16(rows), StorageDtype::Bf16) => widen::<bf16, _>(rows, out),
+        (TensorView::F32(rows), StorageDtype::Bf16) => widen::<bf16, _>(rows, out),
+        (TensorView::Bf16(rows), StorageDtype::F32) => widen::<f32, _>(rows, out),
+        (TensorView::F16(rows), StorageDtype::F32) => widen::<f32, _>(rows, out),
+        (TensorView::F32(rows), StorageDtype::F32) => widen::<f32, _>(rows, out),
     }
 }
 
@@ -52,7 +51,7 @@ where
 /// Weights `[n, k]` (output features, input features) of a linear layer, stored in panels of 16 rows:
 /// `[n/16][k/2][16][2]` for bfloat16 and `[n/16][k][16]` for float32, padded with zeros to whole panels (and pairs).
 pub struct PackedMatrix {
-    dtype: WeightDtype,
+    dtype: StorageDtype,
     n: usize,
     k: usize,
     leaves: usize,
@@ -64,7 +63,7 @@ impl PackedMatrix {
     ///
     /// # Panics
     /// As for [`PackedMatrix::try_zeros`], and if the system cannot map the memory.
-    pub fn zeros(dtype: WeightDtype, n: usize, k: usize, leaves: usize) -> PackedMatrix {
+    pub fn zeros(dtype: StorageDtype, n: usize, k: usize, leaves: usize) -> PackedMatrix {
         PackedMatrix::try_zeros(MatrixShape { dtype, n, k, leaves })
             .unwrap_or_else(|e| panic!("cannot map memory: {e}"))
     }
@@ -87,11 +86,11 @@ impl PackedMatrix {
     }
 
     /// The memory in bytes of a matrix of this shape, padding included.
-    pub fn bytes_for(dtype: WeightDtype, n: usize, k: usize) -> usize {
-        n.next_multiple_of(PANEL) * padded_k(dtype, k) * dtype.bytes()
+    pub fn bytes_for(dtype: StorageDtype, n: usize, k: usize) -> usize {
+        n.next_multiple_of(PANEL) * padded_k(dtype, k) * dtype.size()
     }
 
-    pub fn dtype(&self) -> WeightDtype {
+    pub fn dtype(&self) -> StorageDtype {
         self.dtype
     }
 
@@ -130,7 +129,7 @@ impl PackedMatrix {
     ///
     /// # Panics
     /// If the values are not whole rows, or pass the end of the matrix.
-    pub fn write_rows(&mut self, row0: usize, rows: WeightRows<'_>) {
+    pub fn write_rows(&mut self, row0: usize, rows: TensorView<'_>) {
         self.write_columns(row0, rows, self.k, 0);
     }
 
@@ -139,7 +138,7 @@ impl PackedMatrix {
     ///
     /// # Panics
     /// If the values are not whole rows, pass the end of the matrix, or have too few columns.
-    pub fn write_columns(&mut self, row0: usize, rows: WeightRows<'_>, width: usize, first_column: usize) {
+    pub fn write_columns(&mut self, row0: usize, rows: TensorView<'_>, width: usize, first_column: usize) {
         let end = row0 + whole_rows(rows.len(), width);
         assert!(end <= self.n, "rows {row0}..{end} pass the end of a matrix of {} rows", self.n);
         if row0 == end {
@@ -148,8 +147,8 @@ impl PackedMatrix {
         let (k, from) = (self.k, Source { rows, width, first_column });
         let panels = row0 / PANEL..end.div_ceil(PANEL);
         match self.dtype {
-            WeightDtype::Bf16 => fill::pack::<2, bf16>(self.panels_mut(&panels), &(row0..end), k, from),
-            WeightDtype::F32 => fill::pack::<1, f32>(self.panels_mut(&panels), &(row0..end), k, from),
+            StorageDtype::Bf16 => fill::pack::<2, bf16>(self.panels_mut(&panels), &(row0..end), k, from),
+            StorageDtype::F32 => fill::pack::<1, f32>(self.panels_mut(&panels), &(row0..end), k, from),
         }
     }
 
@@ -165,21 +164,34 @@ impl PackedMatrix {
         end
     }
 
-    /// Copies row `row` to `out` of length `k` as float32, which is exact.
-    pub fn read_row(&self, row: usize, out: &mut [f32]) {
-        self.read_rows(row, RowBits::F32(out));
-    }
-
-    /// Copies whole rows from `row0` on as they are stored. Bfloat16 may also be read as float32, which is exact.
+    /// The stored values of whole rows.
     ///
     /// # Panics
-    /// If `out` does not have whole rows, passes the end of the matrix, or is bfloat16 for a float32 matrix.
-    pub fn read_rows(&self, row0: usize, out: RowBits<'_>) {
-        match (self.dtype, out) {
-            (WeightDtype::Bf16, RowBits::Bf16(out)) => self.read_as::<2, bf16, _>(row0, out, |w| w),
-            (WeightDtype::Bf16, RowBits::F32(out)) => self.read_as::<2, bf16, _>(row0, out, bf16::to_f32),
-            (WeightDtype::F32, RowBits::F32(out)) => self.read_as::<1, f32, _>(row0, out, |w| w),
-            (WeightDtype::F32, RowBits::Bf16(_)) => panic!("a float32 matrix cannot be read as bfloat16"),
+    /// If the rows pass the end of the matrix.
+    pub fn read_rows(&self, rows: std::ops::Range<usize>) -> TensorData<'static> {
+        let len = rows.len() * self.k;
+        match self.dtype {
+            StorageDtype::Bf16 => {
+                let mut values = vec![bf16::ZERO; len];
+                self.read_as::<2, bf16, _>(rows.start, &mut values, |w| w);
+                TensorData::Bf16(values.into())
+            }
+            StorageDtype::F32 => {
+                let mut values = vec![0.0; len];
+                self.read_as::<1, f32, _>(rows.start, &mut values, |w| w);
+                TensorData::F32(values.into())
+            }
+        }
+    }
+
+    /// Copies whole rows from `row0` on as float32, which is exact.
+    ///
+    /// # Panics
+    /// If `out` does not have whole rows, or passes the end of the matrix.
+    pub fn read_f32(&self, row0: usize, out: &mut [f32]) {
+        match self.dtype {
+            StorageDtype::Bf16 => self.read_as::<2, bf16, _>(row0, out, bf16::to_f32),
+            StorageDtype::F32 => self.read_as::<1, f32, _>(row0, out, |w| w),
         }
     }
 
@@ -210,7 +222,7 @@ fn whole_rows(values: usize, width: usize) -> usize {
 /// Rows of `width` values, of which a matrix takes the columns from `first_column` on.
 #[derive(Clone, Copy)]
 struct Source<'a> {
-    rows: WeightRows<'a>,
+    rows: TensorView<'a>,
     width: usize,
     first_column: usize,
 }
@@ -326,7 +338,7 @@ pub fn gather_rows(cpu: &Cpu, weights: &PackedMatrix, tokens: &[u32], row_offset
             // SAFETY: each row is in one range.
             let out = unsafe { out.row(i) };
             match (*token as usize).checked_sub(row_offset) {
-                Some(row) if row < weights.n() => weights.read_row(row, out),
+                Some(row) if row < weights.n() => weights.read_f32(row, out),
                 _ => out.fill(0.0),
             }
         }

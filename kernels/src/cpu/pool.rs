@@ -91,7 +91,7 @@ unsafe impl Sync for ThreadScratch {}
 
 /// The state of a pool. Threads claim the tasks of a job by incrementing `next`. They join a job while it is open. The
 /// caller closes it when no task is left and waits only for the threads that have joined, so a worker that wakes late
-/// delays nobody.
+/// delays no one else.
 struct Shared {
     /// `epoch << 32 | OPEN | number of workers inside the job`.
     state: AtomicU64,
@@ -315,7 +315,7 @@ impl Shared {
     }
 }
 
-/// Locks a mutex that nobody else may hold: operators of one pool run one after the other.
+/// Locks a mutex that no other thread holds: operators of one pool run one after the other.
 fn exclusive<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     match mutex.try_lock() {
         Ok(guard) => guard,

@@ -38,7 +38,7 @@ pub(crate) trait Format: Send + Sync + 'static {
 }
 
 /// An element type that is loaded as float32 lanes, 16 neighbours at a time.
-pub(crate) trait Element: super::storage::Plain {
+pub(crate) trait TileElement: super::storage::Plain {
     /// # Safety
     /// `p` is readable for 16 elements.
     unsafe fn load<L: Lanes>(p: *const Self) -> L;
@@ -49,7 +49,7 @@ pub(crate) trait Element: super::storage::Plain {
     unsafe fn load_pairs<L: Lanes>(p: *const Self) -> (L, L);
 }
 
-impl Element for f32 {
+impl TileElement for f32 {
     #[inline(always)]
     unsafe fn load<L: Lanes>(p: *const f32) -> L {
         // SAFETY: the caller's promise.
@@ -63,7 +63,7 @@ impl Element for f32 {
     }
 }
 
-impl Element for bf16 {
+impl TileElement for bf16 {
     #[inline(always)]
     unsafe fn load<L: Lanes>(p: *const bf16) -> L {
         // SAFETY: the caller's promise.
@@ -93,7 +93,7 @@ pub(crate) struct Widening;
 /// of activations, which is stored as the bits of a float32. It is one instruction where the processor has it.
 pub(crate) struct RoundedPairs;
 
-impl<E: Element> Format for Single<E> {
+impl<E: TileElement> Format for Single<E> {
     type X = f32;
     type W = E;
     const PER_STEP: usize = 1;
@@ -122,7 +122,7 @@ impl<E: Element> Format for Single<E> {
     }
 }
 
-impl<E: Element> Format for Pairs<E> {
+impl<E: TileElement> Format for Pairs<E> {
     type X = [f32; 2];
     type W = E;
     const PER_STEP: usize = 2;
@@ -250,7 +250,7 @@ pub(crate) struct Operands<F: Format, const NV: usize> {
     pub ahead: Prefetch<NV>,
 }
 
-/// What the steps prefetch for later. The addresses need not be readable.
+/// Addresses that the steps prefetch for later. They need not be readable.
 #[derive(Clone, Copy)]
 pub(crate) enum Prefetch<const NV: usize> {
     /// Streams of cache lines; every step prefetches one line of each into the first-level cache.

@@ -8,7 +8,7 @@ use candle_core::cuda_backend::cudarc::driver::CudaFunction;
 use super::context::Context;
 use super::launch::{Launch, rows_grid};
 use super::module::{Module, fat_binary};
-use super::tensor::Rows;
+use super::tensor::TensorRows;
 
 /// The kernel of [`Ops::silu_mul`](crate::Ops::silu_mul).
 pub(super) struct Activation {
@@ -23,7 +23,7 @@ impl Activation {
     }
 
     /// `out = silu(left half of gate_up) * right half`.
-    pub fn silu_mul(&self, gate_up: Rows, out: Rows) -> Result<()> {
+    pub fn silu_mul(&self, gate_up: TensorRows, out: TensorRows) -> Result<()> {
         assert_eq!((gate_up.rows, gate_up.width), (out.rows, 2 * out.width), "rows and width of a gated layer");
         let mut launch = Launch::of(&self.context.stream, &self.silu_mul);
         launch.rows(gate_up).rows(out).int(out.width);

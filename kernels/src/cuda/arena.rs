@@ -1,5 +1,5 @@
-//! Device memory in one reserved range of addresses: pages are mapped as they are needed and unmapped when nothing uses
-//! them any more, so that what is released really goes back to the driver.
+//! Device memory in one reserved range of addresses: pages are mapped when they are needed and unmapped when nothing
+//! uses them any more, so that released memory really returns to the driver.
 //!
 //! An allocation has its address from the beginning to its end, whether there is memory behind it or not: while it is
 //! released it has none, and while it is offloaded the host keeps what it holds. New allocations get the lowest
@@ -13,8 +13,8 @@ use std::sync::{Arc, Mutex, PoisonError, Weak};
 
 use candle_core::cuda_backend::cudarc::driver::{CudaContext, CudaStream, sys};
 
+use super::capture::{StreamLock, is_capturing};
 use super::offloaded::Offloaded;
-use super::recording::{Turn, this_thread_records};
 use crate::error::DeviceError;
 
 /// Addresses of an arena per byte of the device: room for gaps between allocations. Addresses cost nothing.
@@ -25,17 +25,17 @@ pub(super) const PAGE_BYTES: usize = 8 << 20;
 /// Alignment of allocations: wide loads and the copy engines want it.
 const ALIGNMENT: usize = 512;
 
-/// What the arenas of a device may map together.
+/// The limit on the memory that all arenas of a device map together.
 ///
-/// The ledger above this crate refuses what does not fit before anything is touched. This holds the process to it where
-/// memory is cut into pieces: pages that nothing uses any more go back first, then a request is refused.
+/// The ledger above this crate rejects allocations that do not fit before anything changes. The quota enforces the
+/// ledger's limit where fragmentation would exceed it: unused pages are unmapped first, then the request fails.
 pub(super) struct Quota {
     most: AtomicU64,
     mapped: AtomicU64,
     arenas: Mutex<Vec<Weak<Arena>>>,
 }
 
-/// Why pages were not mapped.
+/// The reason why pages were not mapped.
 enum Shortage {
     /// The arenas may not map as much.
     Quota,
@@ -44,9 +44,9 @@ enum Shortage {
 
 /// Whether memory may be refused.
 #[derive(Clone, Copy, PartialEq, Eq)]
-enum Need {
+enum MemoryNeed {
     MayBeRefused,
-    /// A step cannot go back. What it takes is set aside, so that it fits unless pieces of pages are lost between.
+    /// A step cannot be undone. Its memory is reserved, so it fits unless parts of pages are lost to fragmentation.
     OfStep,
 }
 
@@ -55,34 +55,34 @@ pub(super) struct Arena {
     /// Released with the last allocation; its streams are waited for before pages are unmapped.
     context: Arc<CudaContext>,
     stream: Arc<CudaStream>,
-    /// With the stream.
-    turn: Turn,
+    /// Of the stream.
+    stream_lock: StreamLock,
     /// Addresses that are reserved, in bytes.
     reserved: usize,
     quota: Arc<Quota>,
-    state: Mutex<State>,
+    state: Mutex<ArenaState>,
 }
 
-struct State {
+struct ArenaState {
     base: sys::CUdeviceptr,
     quota: Arc<Quota>,
     /// Allocated ranges by their start, as offsets from `base`.
-    taken: BTreeMap<usize, Taken>,
+    taken: BTreeMap<usize, AllocatedRange>,
     /// Physical memory by the number of its page.
     pages: BTreeMap<usize, sys::CUmemGenericAllocationHandle>,
-    /// What offloaded allocations hold.
+    /// The contents of offloaded allocations.
     offloaded: Vec<Offloaded>,
 }
 
 /// An allocated range.
-struct Taken {
+struct AllocatedRange {
     end: usize,
-    place: Place,
+    place: Residence,
 }
 
 /// Where the content of an allocation is.
 #[derive(Clone, Copy, PartialEq, Eq)]
-enum Place {
+enum Residence {
     Device,
     Host,
     /// It has none.
@@ -90,7 +90,7 @@ enum Place {
 }
 
 /// Memory of an arena, which goes back to it when this is dropped. The pages stay mapped until [`Arena::trim`].
-pub(super) struct Allocation {
+pub(super) struct ArenaAllocation {
     arena: Arc<Arena>,
     offset: usize,
     pub pointer: sys::CUdeviceptr,
@@ -103,7 +103,7 @@ impl Arena {
     /// [`DeviceError::Unsupported`] if the driver has no virtual memory management.
     pub fn reserve(
         stream: &Arc<CudaStream>,
-        turn: &Turn,
+        stream_lock: &StreamLock,
         device_bytes: usize,
         quota: &Arc<Quota>,
     ) -> Result<Arc<Self>, DeviceError> {
@@ -115,30 +115,30 @@ impl Arena {
         let result = unsafe { sys::cuMemAddressReserve(&raw mut base, reserved, 0, 0, 0) };
         result.result().map_err(|e| DeviceError::Unsupported(format!("the driver reserves no addresses: {e}")))?;
         let (quota, taken, pages) = (quota.clone(), BTreeMap::new(), BTreeMap::new());
-        let state = Mutex::new(State { base, quota: quota.clone(), taken, pages, offloaded: Vec::new() });
-        let (stream, turn) = (stream.clone(), turn.clone());
-        let arena = Arc::new(Self { context, stream, turn, reserved, quota, state });
+        let state = Mutex::new(ArenaState { base, quota: quota.clone(), taken, pages, offloaded: Vec::new() });
+        let (stream, stream_lock) = (stream.clone(), stream_lock.clone());
+        let arena = Arc::new(Self { context, stream, stream_lock, reserved, quota, state });
         arena.quota.arenas().push(Arc::downgrade(&arena));
         Ok(arena)
     }
 
-    /// Takes `bytes`, at the lowest free address. What they hold is unspecified.
+    /// Allocates `bytes` of unspecified content at the lowest free address.
     ///
     /// # Errors
-    /// [`DeviceError::OutOfMemory`] if the device has not as much; nothing is taken then.
-    pub fn allocate(self: &Arc<Self>, bytes: usize) -> Result<Allocation, DeviceError> {
-        self.take(bytes, Need::MayBeRefused)
+    /// [`DeviceError::OutOfMemory`] if the device has too little memory; nothing is allocated then.
+    pub fn allocate(self: &Arc<Self>, bytes: usize) -> Result<ArenaAllocation, DeviceError> {
+        self.take(bytes, MemoryNeed::MayBeRefused)
     }
 
     /// As [`Arena::allocate`], for what a step needs: only the driver refuses it.
     ///
     /// # Errors
-    /// [`DeviceError::OutOfMemory`] if the device has not as much; nothing is taken then.
-    pub fn allocate_for_step(self: &Arc<Self>, bytes: usize) -> Result<Allocation, DeviceError> {
-        self.take(bytes, Need::OfStep)
+    /// [`DeviceError::OutOfMemory`] if the device has too little memory; nothing is allocated then.
+    pub fn allocate_for_step(self: &Arc<Self>, bytes: usize) -> Result<ArenaAllocation, DeviceError> {
+        self.take(bytes, MemoryNeed::OfStep)
     }
 
-    fn take(self: &Arc<Self>, bytes: usize, need: Need) -> Result<Allocation, DeviceError> {
+    fn take(self: &Arc<Self>, bytes: usize, need: MemoryNeed) -> Result<ArenaAllocation, DeviceError> {
         bind(&self.context)?;
         let len = bytes.max(1).next_multiple_of(ALIGNMENT);
         self.with_pages(bytes, need, |state, beyond| {
@@ -147,24 +147,24 @@ impl Arena {
                 return Err(Shortage::Driver("the arena has no addresses left".into()));
             }
             state.map(from_ref(&(offset..offset + len)), &self.context, beyond)?;
-            state.taken.insert(offset, Taken { end: offset + len, place: Place::Device });
-            Ok(Allocation { arena: self.clone(), offset, pointer: state.base + offset as u64 })
+            state.taken.insert(offset, AllocatedRange { end: offset + len, place: Residence::Device });
+            Ok(ArenaAllocation { arena: self.clone(), offset, pointer: state.base + offset as u64 })
         })
     }
 
-    /// Has `map` map pages. If all arenas together have too many, it is called again when those that nothing uses have
-    /// gone back, and told whether it may then map beyond what is allowed.
+    /// Calls `map` to map pages. If that exceeds the quota, unused pages are unmapped and `map` is called again; its
+    /// second argument says whether it may exceed the quota then.
     fn with_pages<T>(
         &self,
         bytes: usize,
-        need: Need,
-        mut map: impl FnMut(&mut State, bool) -> Result<T, Shortage>,
+        need: MemoryNeed,
+        mut map: impl FnMut(&mut ArenaState, bool) -> Result<T, Shortage>,
     ) -> Result<T, DeviceError> {
         let first = map(&mut self.lock(), false);
         let mapped = match first {
             Err(Shortage::Quota) => {
                 self.quota.trim();
-                map(&mut self.lock(), need == Need::OfStep)
+                map(&mut self.lock(), need == MemoryNeed::OfStep)
             }
             mapped => mapped,
         };
@@ -177,13 +177,13 @@ impl Arena {
         })
     }
 
-    /// Gives the pages that no allocation uses back to the driver, after what uses them has run. Does nothing on a
-    /// thread that records launches, which cannot be waited for.
+    /// Returns pages that no allocation uses to the driver, after pending work has run. Does nothing on a
+    /// thread that captures a graph, whose launches cannot be waited for.
     pub fn trim(&self) {
-        if this_thread_records() {
+        if is_capturing() {
             return;
         }
-        let _turn = self.turn.take();
+        let _lock = self.stream_lock.lock();
         // Locked before the wait: memory that is given back later may still be in use when the wait is over.
         let mut state = self.lock();
         if let Err(error) = bind(&self.context).and_then(|()| synchronize(&self.stream)) {
@@ -191,20 +191,20 @@ impl Arena {
             return;
         }
         state.unmap_unused();
-        let of_host = state.ranges(Place::Host);
+        let of_host = state.ranges(Residence::Host);
         state.offloaded.retain(|offloaded| of_host.iter().any(|range| offloaded.has_part_of(range)));
     }
 
-    /// Moves what the allocations hold to page-locked memory of the host, and gives all pages back to the driver.
+    /// Moves the contents of the allocations to page-locked host memory, and returns all pages to the driver.
     ///
     /// # Errors
-    /// [`DeviceError::OutOfMemory`] if the host would then keep more than `most` bytes of this arena, or has not as
-    /// much; nothing has changed then.
+    /// [`DeviceError::OutOfMemory`] if the host would then keep more than `most` bytes of this arena, or has too
+    /// little memory; nothing has changed then.
     pub fn offload(&self, most: u64) -> Result<(), DeviceError> {
         bind(&self.context)?;
         self.trim();
         let mut state = self.lock();
-        let ranges = state.ranges(Place::Device);
+        let ranges = state.ranges(Residence::Device);
         let bytes = state.offloaded_bytes() + ranges.iter().map(|range| range.len() as u64).sum::<u64>();
         if bytes > most {
             return Err(DeviceError::OutOfMemory(format!(
@@ -219,20 +219,20 @@ impl Arena {
         synchronize(&self.stream)?;
         taken?;
         state.offloaded.append(&mut offloaded);
-        state.move_all(Place::Device, Place::Host);
+        state.move_all(Residence::Device, Residence::Host);
         state.unmap_unused();
         Ok(())
     }
 
-    /// Brings what was offloaded back to its addresses.
+    /// Copies offloaded contents back to their addresses.
     ///
     /// # Errors
-    /// [`DeviceError::OutOfMemory`] if the device has not as much; nothing has changed then.
+    /// [`DeviceError::OutOfMemory`] if the device has too little memory; nothing has changed then.
     pub fn bring_back(&self) -> Result<(), DeviceError> {
         bind(&self.context)?;
-        let bytes = self.lock().ranges(Place::Host).iter().map(Range::len).sum();
-        self.with_pages(bytes, Need::MayBeRefused, |state, beyond| {
-            let ranges = state.ranges(Place::Host);
+        let bytes = self.lock().ranges(Residence::Host).iter().map(Range::len).sum();
+        self.with_pages(bytes, MemoryNeed::MayBeRefused, |state, beyond| {
+            let ranges = state.ranges(Residence::Host);
             state.map(&ranges, &self.context, beyond)?;
             Ok(state.copy_back(&ranges, &self.stream))
         })?
@@ -243,21 +243,21 @@ impl Arena {
         &self.stream
     }
 
-    /// Bytes of the host that hold what was offloaded.
+    /// Bytes of host memory that hold offloaded contents.
     pub fn offloaded_bytes(&self) -> u64 {
         self.lock().offloaded_bytes()
     }
 
-    fn lock(&self) -> std::sync::MutexGuard<'_, State> {
+    fn lock(&self) -> std::sync::MutexGuard<'_, ArenaState> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
-impl State {
+impl ArenaState {
     /// The lowest offset with `len` free bytes.
     fn first_gap(&self, len: usize) -> usize {
         let mut start = 0;
-        for (&taken, Taken { end, .. }) in &self.taken {
+        for (&taken, AllocatedRange { end, .. }) in &self.taken {
             if taken - start >= len {
                 break;
             }
@@ -267,7 +267,7 @@ impl State {
     }
 
     /// The ranges of all allocations whose content is in `place`; neighbours are one range.
-    fn ranges(&self, place: Place) -> Vec<Range<usize>> {
+    fn ranges(&self, place: Residence) -> Vec<Range<usize>> {
         let mut ranges: Vec<Range<usize>> = Vec::new();
         for (&start, taken) in self.taken.iter().filter(|(_, taken)| taken.place == place) {
             match ranges.last_mut() {
@@ -278,7 +278,7 @@ impl State {
         ranges
     }
 
-    fn move_all(&mut self, from: Place, to: Place) {
+    fn move_all(&mut self, from: Residence, to: Residence) {
         self.taken.values_mut().filter(|taken| taken.place == from).for_each(|taken| taken.place = to);
     }
 
@@ -288,7 +288,7 @@ impl State {
             self.offloaded.iter().try_for_each(|offloaded| offloaded.copy_back(stream, self.base, range))?;
         }
         synchronize(stream)?;
-        self.move_all(Place::Host, Place::Device);
+        self.move_all(Residence::Host, Residence::Device);
         self.offloaded.clear();
         Ok(())
     }
@@ -330,7 +330,7 @@ impl State {
     }
 
     fn unmap_unused(&mut self) {
-        let used: BTreeSet<usize> = self.ranges(Place::Device).iter().flat_map(pages_of).collect();
+        let used: BTreeSet<usize> = self.ranges(Residence::Device).iter().flat_map(pages_of).collect();
         let unused: Vec<usize> = self.pages.keys().copied().filter(|page| !used.contains(page)).collect();
         unused.into_iter().for_each(|page| self.unmap(page));
     }
@@ -372,39 +372,39 @@ fn map_page(address: sys::CUdeviceptr, ordinal: usize) -> Result<sys::CUmemGener
     Ok(handle)
 }
 
-impl Allocation {
-    /// Gives the memory back and keeps the address; what it holds is lost.
+impl ArenaAllocation {
+    /// Frees the memory and keeps the address; the content is lost.
     pub fn release(&self) {
-        self.set_place(&mut self.arena.lock(), Place::Nowhere);
+        self.set_place(&mut self.arena.lock(), Residence::Nowhere);
     }
 
-    /// Takes memory at the same address again, if it was released. What it holds is unspecified.
+    /// Allocates memory of unspecified content at the same address again, if it was released.
     ///
     /// # Errors
-    /// [`DeviceError::OutOfMemory`] if the device has not as much; nothing is taken then.
+    /// [`DeviceError::OutOfMemory`] if the device has too little memory; nothing is allocated then.
     pub fn restore(&self) -> Result<(), DeviceError> {
-        self.restore_as(Need::MayBeRefused)
+        self.restore_as(MemoryNeed::MayBeRefused)
     }
 
-    /// As [`Allocation::restore`], for what a step needs: only the driver refuses it.
+    /// As [`ArenaAllocation::restore`], for what a step needs: only the driver refuses it.
     ///
     /// # Errors
-    /// [`DeviceError::OutOfMemory`] if the device has not as much; nothing is taken then.
+    /// [`DeviceError::OutOfMemory`] if the device has too little memory; nothing is allocated then.
     pub fn restore_for_step(&self) -> Result<(), DeviceError> {
-        self.restore_as(Need::OfStep)
+        self.restore_as(MemoryNeed::OfStep)
     }
 
-    fn restore_as(&self, need: Need) -> Result<(), DeviceError> {
+    fn restore_as(&self, need: MemoryNeed) -> Result<(), DeviceError> {
         bind(&self.arena.context)?;
         let end = self.arena.lock().taken[&self.offset].end;
         self.arena.with_pages(end - self.offset, need, |state, beyond| {
             state.map(from_ref(&(self.offset..end)), &self.arena.context, beyond)?;
-            self.set_place(state, Place::Device);
+            self.set_place(state, Residence::Device);
             Ok(())
         })
     }
 
-    fn set_place(&self, state: &mut State, place: Place) {
+    fn set_place(&self, state: &mut ArenaState, place: Residence) {
         state.taken.get_mut(&self.offset).expect("it is taken until it is dropped").place = place;
     }
 }
@@ -415,7 +415,7 @@ impl Quota {
         Arc::new(Self { most: AtomicU64::new(u64::MAX), mapped: AtomicU64::new(0), arenas: Mutex::default() })
     }
 
-    /// Allows `bytes` from now on. What is mapped already stays.
+    /// Sets the limit to `bytes`. Pages that are already mapped stay.
     pub fn limit(&self, bytes: u64) {
         self.most.store(bytes, Ordering::SeqCst);
     }
@@ -446,7 +446,7 @@ impl Quota {
     }
 }
 
-impl Drop for Allocation {
+impl Drop for ArenaAllocation {
     fn drop(&mut self) {
         self.arena.lock().taken.remove(&self.offset);
     }

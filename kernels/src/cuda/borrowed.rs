@@ -7,11 +7,11 @@ use std::sync::Arc;
 use candle_core::Result;
 use candle_core::cuda_backend::cudarc::driver::{CudaStream, DriverError, sys};
 
+use super::capture::forbid_captures;
 use super::context::Context;
 use super::digest::{DeviceRange, MOST_SHORT_BYTES};
-use super::layout::RowLayout;
+use super::layout::PackedRowLayout;
 use super::peer::{self, RowsOf};
-use super::recording::none_records;
 use super::weight_row_copy::CopiedRows;
 use crate::backend::storage::{BorrowedImpl, BorrowedRows, Digested};
 use crate::borrowed::MemoryHandle;
@@ -42,7 +42,7 @@ impl CudaBorrowed {
         let flags = sys::CUipcMem_flags::CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS as u32;
         let mut pointer = 0;
         let opened = {
-            let _alone = none_records();
+            let _no_captures = forbid_captures();
             // SAFETY: the address is written. The driver takes any bytes as a handle and refuses those that are none.
             unsafe { sys::cuIpcOpenMemHandle_v2(&raw mut pointer, handle, flags) }
         };
@@ -119,7 +119,7 @@ pub(super) fn with_columns(
     start: impl Fn(&CudaStream, CopiedRows, Range<usize>) -> Result<()>,
 ) -> Result<()> {
     let memory = opened(rows.memory).expect("rows of such a device");
-    let (dtype, layout) = (rows.dtype, RowLayout::dense(columns.len()));
+    let (dtype, layout) = (rows.dtype, PackedRowLayout::dense(columns.len()));
     let pointer = memory.pointer + rows.offset + (columns.start * dtype.size()) as u64;
     if Arc::ptr_eq(&memory.context, context) {
         let whole = CopiedRows { pointer, dtype, stride: rows.columns, layout };
@@ -150,8 +150,8 @@ fn opened<'a>(memory: &'a (dyn BorrowedImpl + 'static)) -> Option<&'a CudaBorrow
 
 impl Drop for CudaBorrowed {
     fn drop(&mut self) {
-        // The driver may wait for all streams of the device, which none of them allows that is being recorded.
-        let _alone = none_records();
+        // The driver may wait for all streams of the device, which would invalidate a capture on one of them.
+        let _no_captures = forbid_captures();
         let bound = self.context.stream.context().bind_to_thread();
         // SAFETY: the address is one that the driver has opened, and every copy from it has been made.
         let closed = bound.and_then(|()| unsafe { sys::cuIpcCloseMemHandle(self.pointer) }.result());

@@ -1,4 +1,4 @@
-//! What a rank's device is made of: candle's handle of it, its stream, and an arena for each kind of memory.
+//! The parts of a rank's device: candle's handle of it, its stream, and an arena for each kind of memory.
 
 use std::mem::ManuallyDrop;
 use std::sync::Arc;
@@ -9,16 +9,16 @@ use candle_core::cuda_backend::CudaDevice as CandleDevice;
 use candle_core::cuda_backend::WrapErr;
 use candle_core::cuda_backend::cudarc::driver::{CudaStream, sys};
 
-use super::arena::{Allocation, Arena, PAGE_BYTES, Quota};
+use super::arena::{Arena, ArenaAllocation, PAGE_BYTES, Quota};
+use super::capture::{StreamLock, forbid_captures};
 use super::copy::Copies;
 use super::digest::Digests;
-use super::recording::{Turn, none_records};
 use super::staging::Staging;
 use super::weight_row_copy::WeightRowCopies;
 use crate::error::DeviceError;
 
-/// What the driver's own pool of memory holds where anything is of it: candle's tensors take a value of it when they
-/// are dropped. Not measured on a card; the default pool grows by 32 MiB.
+/// Size of the driver's own memory pool once it is used: candle's tensors take one value of it when they are dropped.
+/// Not measured on a card; the default pool grows by 32 MiB.
 const POOL_BYTES: u64 = 32 << 20;
 /// Pages that are lost at the edges of what lies in the arenas: two for each of the four.
 const LOST_PAGES: u64 = 8;
@@ -36,12 +36,12 @@ pub(super) struct Context {
     pub kv: Arc<Arena>,
     /// Activations.
     pub workspace: Arc<Arena>,
-    /// What operators take while they run, and keep between them.
+    /// Temporary memory of operators, which they keep for the next time.
     pub scratch: Arc<Arena>,
     pub quota: Arc<Quota>,
-    /// What other processes send, on a stream of its own.
-    pub feeds: Arc<Arena>,
-    feed_quota: Arc<Quota>,
+    /// Broadcasts of other processes, on a stream of their own.
+    pub broadcasts: Arc<Arena>,
+    broadcast_quota: Arc<Quota>,
     /// To and from the host.
     pub copies: Copies,
     pub weight_row_copies: WeightRowCopies,
@@ -63,7 +63,7 @@ impl Context {
     }
 
     fn try_open(ordinal: usize) -> Result<Self> {
-        let _alone = none_records();
+        let _no_captures = forbid_captures();
         let candle = CandleDevice::new_with_stream(ordinal)?;
         // SAFETY: all tensors of the device are used on its one stream, and copies wait for it.
         unsafe { candle.disable_event_tracking() };
@@ -79,11 +79,11 @@ impl Context {
             candle_core::bail!("its compute capability is {major}.{minor}; the kernels need 8.0 (Ampere) or newer");
         }
         let processors = attribute(sys::CUdevice_attribute::CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT)? as u32;
-        let (quota, feed_quota) = (Quota::new(), Quota::new());
-        let turn = Turn::default();
-        let arena = || Arena::reserve(&stream, &turn, total, &quota);
+        let (quota, broadcast_quota) = (Quota::new(), Quota::new());
+        let lock = StreamLock::default();
+        let arena = || Arena::reserve(&stream, &lock, total, &quota);
         Ok(Self {
-            copies: Copies::new(&stream, &turn)?,
+            copies: Copies::new(&stream, &lock)?,
             weight_row_copies: WeightRowCopies::load(&context)?,
             digests: Digests::load(&context)?,
             weights: arena()?,
@@ -92,8 +92,8 @@ impl Context {
             scratch: arena()?,
             quota: quota.clone(),
             // What it holds goes back by itself: its stream may wait for another process.
-            feeds: Arena::reserve(&context.new_stream().w()?, &Turn::default(), total, &feed_quota)?,
-            feed_quota: feed_quota.clone(),
+            broadcasts: Arena::reserve(&context.new_stream().w()?, &StreamLock::default(), total, &broadcast_quota)?,
+            broadcast_quota: broadcast_quota.clone(),
             candle: ManuallyDrop::new(candle),
             total_bytes: total as u64,
             processors,
@@ -104,7 +104,7 @@ impl Context {
 
     /// Bytes of the device that the arenas have mapped.
     pub fn mapped_bytes(&self) -> u64 {
-        self.quota.mapped_bytes() + self.feed_quota.mapped_bytes()
+        self.quota.mapped_bytes() + self.broadcast_quota.mapped_bytes()
     }
 
     /// Lets the arenas and the driver's pool take no more than `bytes` together from now on.
@@ -112,14 +112,15 @@ impl Context {
         self.quota.limit(bytes.saturating_sub(POOL_BYTES));
     }
 
-    /// Bytes of the device that nobody holds, as the driver reports them.
+    /// Free bytes of the device, as the driver reports them.
     pub fn free_bytes(&self) -> Result<u64> {
         let context = self.stream.context();
         context.bind_to_thread().w()?;
         context.mem_get_info().w().map(|(free, _)| free as u64)
     }
 
-    /// Gives what nothing uses back to the driver. Feeds do so themselves, as their stream may wait for others.
+    /// Gives unused memory back to the driver. Broadcast receivers do so themselves, because their stream may wait for
+    /// other processes.
     pub fn trim(&self) {
         self.quota.trim();
         self.copies.release();
@@ -137,20 +138,20 @@ impl Context {
 
     /// Copies words to new memory for an operator of a step. The memory may be dropped when what uses it has been
     /// started: what takes it next runs behind that on the stream.
-    pub fn upload(&self, staging: &Staging, words: &[u32]) -> Result<Allocation> {
+    pub fn upload(&self, staging: &Staging, words: &[u32]) -> Result<ArenaAllocation> {
         let memory = self.scratch.allocate_for_step(size_of_val(words))?;
         staging.copy(words, memory.pointer).w()?;
         Ok(memory)
     }
 
     /// Zeros, on the rank's stream, in new memory.
-    pub fn zeros(&self, arena: &Arc<Arena>, bytes: usize) -> std::result::Result<Allocation, DeviceError> {
+    pub fn zeros(&self, arena: &Arc<Arena>, bytes: usize) -> std::result::Result<ArenaAllocation, DeviceError> {
         let allocation = arena.allocate(bytes)?;
         self.fill_with_zeros(&allocation, bytes)?;
         Ok(allocation)
     }
 
-    pub fn fill_with_zeros(&self, memory: &Allocation, bytes: usize) -> std::result::Result<(), DeviceError> {
+    pub fn fill_with_zeros(&self, memory: &ArenaAllocation, bytes: usize) -> std::result::Result<(), DeviceError> {
         self.copies.zero(memory.pointer, bytes).map_err(|e| DeviceError::Unsupported(e.to_string()))
     }
 }
@@ -158,7 +159,7 @@ impl Context {
 impl Drop for Context {
     fn drop(&mut self) {
         // Its handle of cuBLAS waits for all streams of the device as it goes: that of this context, on any thread.
-        let _alone = none_records();
+        let _no_captures = forbid_captures();
         if let Err(error) = self.stream.context().bind_to_thread() {
             tracing::debug!("the device has failed: {error}");
         }

@@ -6,34 +6,39 @@ use candle_core::Result;
 use candle_core::cuda_backend::WrapErr;
 use candle_core::cuda_backend::cudarc::driver::{CudaStream, DriverError, result, sys};
 
-use super::pinned::Pinned;
-use super::recording::Turn;
+use super::capture::StreamLock;
+use super::pinned::PinnedBuffer;
 use crate::cpu::Plain;
 
 /// Copies of any thread, beside the operators, on a stream of their own. Each copy has been made when its call returns.
 pub(super) struct Copies {
     operators: Arc<CudaStream>,
     stream: Arc<CudaStream>,
-    /// With the stream of the operators.
-    turn: Turn,
+    /// Of the stream of the operators.
+    operators_lock: StreamLock,
     /// Those that no copy uses: there are as many as threads have copied at the same time.
-    buffers: Mutex<Vec<Pinned>>,
+    buffers: Mutex<Vec<PinnedBuffer>>,
 }
 
 impl Copies {
-    pub fn new(operators: &Arc<CudaStream>, turn: &Turn) -> Result<Self> {
+    pub fn new(operators: &Arc<CudaStream>, operators_lock: &StreamLock) -> Result<Self> {
         let stream = operators.context().new_stream().w()?;
-        Ok(Self { operators: operators.clone(), stream, turn: turn.clone(), buffers: Mutex::default() })
+        Ok(Self {
+            operators: operators.clone(),
+            stream,
+            operators_lock: operators_lock.clone(),
+            buffers: Mutex::default(),
+        })
     }
 
-    /// With the stream of the operators, for who records on it or waits for it.
-    pub fn turn(&self) -> &Turn {
-        &self.turn
+    /// The lock of the operators' stream, for threads that capture on it or wait for it.
+    pub fn operators_lock(&self) -> &StreamLock {
+        &self.operators_lock
     }
 
     /// Lets the copies from now on run after what the operators have been given before.
     pub fn wait_for_operators(&self) -> Result<()> {
-        let _turn = self.turn.take();
+        let _lock = self.operators_lock.lock();
         self.stream.wait(&self.operators.record_event(None).w()?).w()
     }
 
@@ -99,13 +104,13 @@ impl Copies {
     fn with_buffer(
         &self,
         bytes: usize,
-        copy: impl FnOnce(&mut Pinned) -> std::result::Result<(), DriverError>,
+        copy: impl FnOnce(&mut PinnedBuffer) -> std::result::Result<(), DriverError>,
     ) -> Result<()> {
         let context = self.operators.context();
         context.bind_to_thread().w()?;
         let buffers = || self.buffers.lock().unwrap_or_else(PoisonError::into_inner);
         let free = buffers().pop().filter(|buffer| buffer.bytes() >= bytes);
-        let mut buffer = free.map_or_else(|| Pinned::new(context, bytes), Ok).w()?;
+        let mut buffer = free.map_or_else(|| PinnedBuffer::new(context, bytes), Ok).w()?;
         copy(&mut buffer).w()?;
         buffer.wait().w()?;
         buffers().push(buffer);

@@ -10,36 +10,36 @@ use candle_core::{Result, Tensor, bail};
 use super::attention::flash;
 use super::attention::plan::MAX_PARTIAL_BYTES;
 use super::borrowed::{ARRIVING_BYTES, CudaBorrowed};
+use super::broadcast::CudaBroadcastReceiver;
 use super::context::{Context, ROUNDING_BYTES};
-use super::feed::CudaFeed;
-use super::footprint::{self, Attempt};
+use super::footprint::{self, FootprintReadings};
 use super::group::{self, CudaGroup, EXCHANGE_BYTES};
 use super::kv::CudaKv;
 use super::linear::plan::most_part_bytes;
 use super::matrix::{COPIED_BYTES, CudaMatrix};
 use super::nvml::Monitor;
 use super::ops::CudaOps;
-use super::sampling::most_landing_bytes;
+use super::sampling::max_download_bytes;
 use super::staging;
 use super::tensor::{over, pointer};
 use crate::activations::Activations;
+use crate::backend::broadcast::{BroadcastReceiverImpl, IsCancelled};
 use crate::backend::device::{AttentionKernel, DeviceImpl, DeviceOptions, ModelShape};
-use crate::backend::feed::{FeedImpl, GiveUp, Place};
 use crate::backend::group::GroupImpl;
 use crate::backend::operators::OpsImpl;
 use crate::backend::storage::{KvCacheImpl, MatrixImpl, MemoryImpl};
 use crate::borrowed::{BorrowedMemory, MemoryHandle};
 use crate::error::DeviceError;
-use crate::group::{GroupId, Membership};
+use crate::group::{AllReduce, GroupId, Membership};
 use crate::kv_layout::KvLayout;
 use crate::weights::MatrixShape;
 
 /// Head dimensions that the attention kernel is compiled for.
 const MAX_HEAD_DIM: usize = 256;
-/// What a head dimension must be a multiple of: the `k` of one tensor-core instruction.
+/// Head dimensions must be a multiple of this: the `k` of one tensor-core instruction.
 const HEAD_DIM_STEP: usize = 16;
 
-/// What is set aside for NCCL's own memory on each GPU of several: buffers of its channels. Not measured on a card.
+/// Bytes reserved for NCCL's own memory on each of several GPUs: the buffers of its channels. Not measured on a card.
 const NCCL_BYTES: u64 = 256 << 20;
 /// Most bytes that operators take for what they read of a step (block tables, questions to the sampler), and lose at
 /// the edges of pages.
@@ -53,7 +53,7 @@ pub(crate) struct CudaDevice {
     ordinal: usize,
     threads: usize,
     attention: AttentionKernel,
-    /// What the driver has taken of the device to open it.
+    /// Bytes that the driver took when it opened the device.
     footprint: u64,
 }
 
@@ -88,8 +88,8 @@ impl CudaDevice {
 /// Opens the device with all that it needs, and closes it again.
 ///
 /// # Errors
-/// If the process has it open already, or nobody says what is held of it.
-fn open_and_close(ordinal: usize) -> Result<Attempt> {
+/// If the process has it open already, or NVML does not report how much of its memory is used.
+fn open_and_close(ordinal: usize) -> Result<FootprintReadings> {
     result::init().w()?;
     let device = result::device::get(ordinal as i32).w()?;
     let (mut uuid, mut flags, mut is_open) = (sys::CUuuid { bytes: [0; 16] }, 0, 0);
@@ -162,7 +162,7 @@ impl DeviceImpl for CudaDevice {
 
     fn host_bytes(&self, logits_bytes: usize) -> u64 {
         let copies = (self.threads + OTHER_COPIES) * COPIED_BYTES;
-        staging::MOST_BYTES + copies as u64 + most_landing_bytes(logits_bytes)
+        staging::MOST_BYTES + copies as u64 + max_download_bytes(logits_bytes)
     }
 
     fn limit(&self, bytes: u64) {
@@ -213,20 +213,24 @@ impl DeviceImpl for CudaDevice {
         group::new_id().map(Some)
     }
 
-    fn join(&self, membership: &Membership) -> Result<Box<dyn GroupImpl>> {
-        Ok(Box::new(CudaGroup::join(&self.context, membership)?))
+    fn join(&self, membership: &Membership, all_reduce: AllReduce) -> Result<Box<dyn GroupImpl>> {
+        Ok(Box::new(CudaGroup::join(&self.context, membership, all_reduce)?))
     }
 
     fn exchange_bytes(&self) -> usize {
         EXCHANGE_BYTES
     }
 
-    fn feeds_by(&self) -> Option<&'static str> {
+    fn broadcast_library(&self) -> Option<&'static str> {
         Some("nccl")
     }
 
-    fn join_feed(&self, place: &Place, give_up: GiveUp<'_>) -> std::result::Result<Box<dyn FeedImpl>, DeviceError> {
-        Ok(Box::new(CudaFeed::join(&self.context, place, give_up)?))
+    fn join_broadcast(
+        &self,
+        membership: &Membership,
+        is_cancelled: IsCancelled<'_>,
+    ) -> std::result::Result<Box<dyn BroadcastReceiverImpl>, DeviceError> {
+        Ok(Box::new(CudaBroadcastReceiver::join(&self.context, membership, is_cancelled)?))
     }
 }
 

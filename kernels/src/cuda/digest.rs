@@ -11,7 +11,7 @@ use super::copy::Copies;
 use super::launch::{Launch, grid};
 use super::module::{Module, fat_binary};
 use crate::backend::storage::Digested;
-use crate::weights::Dtype;
+use crate::values::Dtype;
 
 /// Most bytes of which XXH3-128 is computed in other ways, which the kernel does not know.
 pub(super) const MOST_SHORT_BYTES: u64 = 240;

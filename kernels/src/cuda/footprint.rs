@@ -1,21 +1,22 @@
-//! What the driver takes of a device for a process before anything is stored there: the context, the kernels, the
-//! libraries' own memory. Nothing computes it, so it is measured when the process opens the device for the first time.
+//! The memory that the driver takes on a device for a process before anything is stored there: the context, the
+//! kernels, the libraries' own memory. It cannot be computed, so it is measured when the process first opens the
+//! device.
 //!
-//! Everything is opened and closed again once, with a reading of NVML before, between and after. Best is the driver's
-//! figure for the process itself, which no neighbour changes. It is not looked up by our number alone, since in a
-//! container NVML may give the numbers of the host, and a neighbour can have ours: it is the one entry that comes when
-//! we open and goes when we close. Where the driver gives no such figure (in some containers, parts of devices) it is
-//! the change of what all hold together, and that counts if it went up by as much as it went down again: what a
-//! neighbour takes or frees meanwhile makes one of the two larger and the other smaller. If no attempt is quiet, the
-//! median of all changes stands, in which such errors cancel. A library may keep the context when everything is closed
-//! again; then there is one attempt, and what came with it counts.
+//! Everything is opened and closed again once, with a reading of NVML before, between and after. The best figure is the
+//! driver's own for this process, which other processes do not change. A process id alone does not identify it, since
+//! in a container NVML may report ids of the host, and another process can have ours: it is the one entry that appears
+//! when we open and disappears when we close. Where the driver gives no such figure (in some containers, for parts of
+//! devices), the change of the total counts, if it rose by as much as it fell again: memory that another process
+//! allocates or frees meanwhile makes one of the two larger and the other smaller. If no attempt is quiet, the median
+//! of all changes is used, in which such errors cancel. A library may keep the context when everything is closed again;
+//! then there is one attempt, and the memory that appeared with it counts.
 
 use std::collections::BTreeMap;
 use std::sync::{Mutex, PoisonError};
 
 use super::nvml::Reading;
 
-/// What is set aside where nothing can be measured. Contexts of recent cards with the kernels and cuBLAS are said to
+/// Bytes reserved where nothing can be measured. Contexts of recent cards with the kernels and cuBLAS are said to
 /// take 300 to 600 MiB; not measured on a card.
 pub(super) const UNMEASURED_BYTES: u64 = 512 << 20;
 /// Attempts to measure while neighbours take and free memory.
@@ -28,10 +29,10 @@ const PAGE: u64 = 2 << 20;
 static MEASURED: Mutex<BTreeMap<usize, u64>> = Mutex::new(BTreeMap::new());
 
 /// Before, while and after everything was open.
-pub(super) type Attempt = [Reading; 3];
+pub(super) type FootprintReadings = [Reading; 3];
 
-/// What device `ordinal` loses to a context, by attempts of `measure`, which opens and closes everything.
-pub(super) fn of_device(ordinal: usize, measure: impl FnMut() -> Result<Attempt, String>) -> u64 {
+/// Bytes that a context takes on device `ordinal`, measured by `measure`, which opens and closes everything.
+pub(super) fn of_device(ordinal: usize, measure: impl FnMut() -> Result<FootprintReadings, String>) -> u64 {
     let mut measured = MEASURED.lock().unwrap_or_else(PoisonError::into_inner);
     *measured.entry(ordinal).or_insert_with(|| {
         from_attempts(measure).unwrap_or_else(|why| {
@@ -44,7 +45,7 @@ pub(super) fn of_device(ordinal: usize, measure: impl FnMut() -> Result<Attempt,
     })
 }
 
-fn from_attempts(mut measure: impl FnMut() -> Result<Attempt, String>) -> Result<u64, String> {
+fn from_attempts(mut measure: impl FnMut() -> Result<FootprintReadings, String>) -> Result<u64, String> {
     let (mut changes, mut last) = (Vec::new(), None);
     for _ in 0..ATTEMPTS {
         let attempt = match (measure(), last) {
@@ -67,19 +68,19 @@ fn from_attempts(mut measure: impl FnMut() -> Result<Attempt, String>) -> Result
     u64::try_from(middle).ok().filter(|bytes| *bytes > 0).ok_or_else(|| "other processes change what they hold".into())
 }
 
-/// What the one process holds that is there only while everything is open. If another one came and went just then, it
-/// is the one that has our number.
-fn own([before, open, after]: &Attempt, our_number: u32) -> Option<u64> {
+/// Bytes of the only process that is listed only while everything is open. If there are several such processes, the one
+/// with our id counts.
+fn own([before, open, after]: &FootprintReadings, our_number: u32) -> Option<u64> {
     ours(open, &[before, after], our_number)
 }
 
-/// What the one process holds that came as everything was opened, or else what all hold more than before.
-fn came([before, open, _]: &Attempt, our_number: u32) -> Option<u64> {
+/// Bytes of the only process that appeared when everything was opened, or else the rise of the total.
+fn came([before, open, _]: &FootprintReadings, our_number: u32) -> Option<u64> {
     let more = open.used.checked_sub(before.used).filter(|bytes| *bytes > 0);
     ours(open, &[before], our_number).or(more)
 }
 
-/// What the one process holds that is in no other reading; if there are several such, the one with our number.
+/// Bytes of the only process that is in no other reading; if there are several, of the one with our id.
 fn ours(open: &Reading, others: &[&Reading], our_number: u32) -> Option<u64> {
     let is_elsewhere = |pid: u32| others.iter().any(|other| other.processes.iter().any(|process| process.0 == pid));
     let candidates: Vec<_> = open.processes.iter().filter(|process| !is_elsewhere(process.0)).collect();
@@ -102,9 +103,9 @@ mod tests {
         Reading { used, processes: processes.to_vec() }
     }
 
-    /// What is made of attempts that come in turn.
-    fn of(attempts: impl IntoIterator<Item = Attempt>) -> Result<u64, String> {
-        let mut attempts: VecDeque<Attempt> = attempts.into_iter().collect();
+    /// The result of these attempts, one after the other.
+    fn of(attempts: impl IntoIterator<Item = FootprintReadings>) -> Result<u64, String> {
+        let mut attempts: VecDeque<FootprintReadings> = attempts.into_iter().collect();
         from_attempts(|| attempts.pop_front().ok_or_else(|| "there are no more".into()))
     }
 

@@ -1,7 +1,8 @@
 //! The ranks of a model on several GPUs of one machine, by NCCL.
 //!
-//! What is gathered passes through memory of one size, a part after the other, so that it does not grow in a step. The
-//! terms of a sum are gathered too and then added by a kernel, the same tree for each element on every rank.
+//! Gathered values pass through a buffer of fixed size, one part after the other, so that memory does not grow in a
+//! step. The terms of a sum are gathered too and then added by a kernel, in the same tree for each element on every
+//! rank.
 
 use std::sync::Arc;
 
@@ -12,8 +13,8 @@ use candle_core::{Error, Result, Tensor, bail};
 use super::context::Context;
 use super::launch::{Launch, grid};
 use super::module::{Module, fat_binary};
-use super::nccl::{Communicator, UniqueId};
-use super::scratch::Scratch;
+use super::nccl::{NcclCommunicator, NcclId};
+use super::scratch::DeviceScratch;
 use super::tensor::pointer;
 use crate::backend::group::GroupImpl;
 use crate::error::DeviceError;
@@ -34,13 +35,13 @@ const BLOCKS_PER_PROCESSOR: usize = 8;
 /// The end of one rank.
 pub(super) struct CudaGroup {
     // Dropped first: it waits for the other ranks, and the stream's work with them.
-    communicator: Communicator,
+    communicator: NcclCommunicator,
     context: Arc<Context>,
     world: usize,
     all_reduce: AllReduce,
     sum: CudaFunction,
     join: CudaFunction,
-    gathered: Scratch,
+    gathered: DeviceScratch,
 }
 
 /// A new group's id.
@@ -48,7 +49,7 @@ pub(super) struct CudaGroup {
 /// # Errors
 /// [`DeviceError::Unsupported`] if there is no NCCL.
 pub(super) fn new_id() -> std::result::Result<GroupId, DeviceError> {
-    let id = UniqueId::new().map_err(|e| DeviceError::Unsupported(format!("--tp above 1 needs NCCL: {e}")))?;
+    let id = NcclId::new().map_err(|e| DeviceError::Unsupported(format!("--tp above 1 needs NCCL: {e}")))?;
     Ok(GroupId(id.0))
 }
 
@@ -57,20 +58,20 @@ impl CudaGroup {
     ///
     /// # Errors
     /// If there are more ranks than a group can have, or NCCL or the driver refuses.
-    pub fn join(context: &Arc<Context>, membership: &Membership) -> Result<Self> {
-        let Membership { id, rank, world, all_reduce } = *membership;
+    pub fn join(context: &Arc<Context>, membership: &Membership, all_reduce: AllReduce) -> Result<Self> {
+        let Membership { id, rank, world } = *membership;
         if !(2..=MAX_RANKS).contains(&world) {
             bail!("--tp {world}: the kernels add the terms of 2 to {MAX_RANKS} ranks");
         }
         let module = Module::load(context.stream.context(), fat_binary!("exchange"))?;
         let (sum, join) = (module.function(&format!("sum_parts_{world}"))?, module.function("join_columns")?);
         context.stream.context().bind_to_thread().w()?;
-        let communicator = Communicator::join(UniqueId(id.0), rank, world).map_err(failed)?;
-        let gathered = Scratch::new(context);
+        let communicator = NcclCommunicator::join(NcclId(id.0), rank, world).map_err(failed)?;
+        let gathered = DeviceScratch::new(context);
         Ok(Self { communicator, context: context.clone(), world, all_reduce, sum, join, gathered })
     }
 
-    /// Gathers `count` values of each rank and returns where they are. What was gathered before is overwritten.
+    /// Gathers `count` values of each rank and returns their address. Values gathered before are overwritten.
     fn gather(&self, from: sys::CUdeviceptr, count: usize) -> Result<sys::CUdeviceptr> {
         assert!(count * self.world <= EXCHANGE_VALUES, "{count} values of each rank are gathered at once");
         let to = self.gathered.take(EXCHANGE_BYTES)?;

@@ -16,7 +16,7 @@ const PACKED_BYTES: usize = 128 << 10;
 
 /// The host's side of a copy to the device: the threads that pack, and the memory that the device copies from.
 #[derive(Clone, Copy)]
-pub(super) struct Host<'a> {
+pub(super) struct HostSide<'a> {
     pub pool: &'a ThreadPool,
     pub staging: &'a Staging,
 }
@@ -24,7 +24,7 @@ pub(super) struct Host<'a> {
 /// Called with some rows, the place of their packed values, and scratch for each of them. Called from several threads.
 pub(super) type PackRows<'a, T> = dyn Fn(Range<usize>, &mut [T], &mut [f32]) + Sync + 'a;
 
-impl Host<'_> {
+impl HostSide<'_> {
     /// Copies `rows` of `row_values` packed values each to `to`, as `pack` gives them, on the rank's stream. `pack` has
     /// `scratch` float32 values for each row.
     ///

@@ -2,7 +2,7 @@
 
 use candle_core::cuda_backend::cudarc::driver::sys;
 
-use super::arena::Allocation;
+use super::arena::ArenaAllocation;
 use super::context::Context;
 use crate::backend::storage::KvCacheImpl;
 use crate::error::DeviceError;
@@ -10,12 +10,12 @@ use crate::kv_layout::KvLayout;
 
 /// Keys `[blocks, kv_heads, block_size, head_dim]`, then values of the same shape.
 pub(super) struct CudaKv {
-    memory: Allocation,
+    memory: ArenaAllocation,
     pub layout: KvLayout,
 }
 
 impl CudaKv {
-    /// Takes the memory. What it holds is unspecified.
+    /// Allocates the memory; its content is unspecified.
     pub fn new(context: &Context, layout: KvLayout) -> Result<Self, DeviceError> {
         let memory = context.kv.allocate(layout.blocks * layout.bytes_per_block())?;
         Ok(Self { memory, layout })

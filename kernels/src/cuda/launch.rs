@@ -4,7 +4,7 @@ use candle_core::Result;
 use candle_core::cuda_backend::WrapErr;
 use candle_core::cuda_backend::cudarc::driver::{CudaFunction, CudaStream, LaunchConfig, result};
 
-use super::tensor::Rows;
+use super::tensor::TensorRows;
 
 /// Threads of a block that handles one row of activations.
 const ROW_THREADS: u32 = 128;
@@ -23,7 +23,7 @@ impl<'a> Launch<'a> {
     }
 
     /// Rows as two parameters: the address and the stride, `T *` and `int64_t`.
-    pub fn rows(&mut self, rows: Rows) -> &mut Self {
+    pub fn rows(&mut self, rows: TensorRows) -> &mut Self {
         self.pointer(rows.pointer).long(rows.stride)
     }
 

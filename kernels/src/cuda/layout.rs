@@ -5,7 +5,8 @@ use half::bf16;
 
 use crate::cpu::Plain;
 use crate::cpu::math::{round_bf16, widen_f16};
-use crate::weights::{MatrixShape, WeightDtype, WeightRows};
+use crate::values::{StorageDtype, TensorView};
+use crate::weights::MatrixShape;
 
 /// Values that a run of a row is padded to: the `k` of one tensor-core instruction.
 const RUN_VALUES: usize = 16;
@@ -13,7 +14,7 @@ const RUN_VALUES: usize = 16;
 /// How a row of a matrix lies in memory: as many runs as the reduction has leaves, each padded with zeros to a multiple
 /// of [`RUN_VALUES`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) struct RowLayout {
+pub(super) struct PackedRowLayout {
     pub leaves: usize,
     /// Values of a run, without padding.
     pub run: usize,
@@ -21,7 +22,7 @@ pub(super) struct RowLayout {
     pub padded_run: usize,
 }
 
-impl RowLayout {
+impl PackedRowLayout {
     pub fn of(shape: MatrixShape) -> Self {
         let run = shape.k / shape.leaves;
         Self { leaves: shape.leaves, run, padded_run: run.next_multiple_of(RUN_VALUES) }
@@ -81,36 +82,36 @@ impl RowLayout {
 #[derive(Clone, Copy)]
 pub(super) struct DeviceRows {
     pub pointer: sys::CUdeviceptr,
-    pub dtype: WeightDtype,
+    pub dtype: StorageDtype,
     /// Values from the start of a row to that of the next.
     pub stride: usize,
-    pub layout: RowLayout,
+    pub layout: PackedRowLayout,
 }
 
 /// A type of stored weights.
 pub(super) trait Weight: Plain + Default {
     /// Packs rows of `width` values, of which it takes the columns from `first_column` on, rounded to nearest even.
-    fn pack(layout: RowLayout, rows: WeightRows<'_>, width: usize, first_column: usize, out: &mut [Self]);
+    fn pack(layout: PackedRowLayout, rows: TensorView<'_>, width: usize, first_column: usize, out: &mut [Self]);
 }
 
 impl Weight for bf16 {
-    fn pack(layout: RowLayout, rows: WeightRows<'_>, width: usize, first_column: usize, out: &mut [Self]) {
+    fn pack(layout: PackedRowLayout, rows: TensorView<'_>, width: usize, first_column: usize, out: &mut [Self]) {
         match rows {
-            WeightRows::Bf16(rows) => layout.pack(rows, width, first_column, out, |x| x),
-            WeightRows::F16(rows) => layout.pack(rows, width, first_column, out, |x| round_bf16(widen_f16(x))),
-            WeightRows::F32(rows) => layout.pack(rows, width, first_column, out, round_bf16),
+            TensorView::Bf16(rows) => layout.pack(rows, width, first_column, out, |x| x),
+            TensorView::F16(rows) => layout.pack(rows, width, first_column, out, |x| round_bf16(widen_f16(x))),
+            TensorView::F32(rows) => layout.pack(rows, width, first_column, out, round_bf16),
         }
     }
 }
 
 impl Weight for f32 {
-    fn pack(layout: RowLayout, rows: WeightRows<'_>, width: usize, first_column: usize, out: &mut [Self]) {
+    fn pack(layout: PackedRowLayout, rows: TensorView<'_>, width: usize, first_column: usize, out: &mut [Self]) {
         match rows {
-            WeightRows::Bf16(rows) => {
+            TensorView::Bf16(rows) => {
                 layout.pack(rows, width, first_column, out, |x| f32::from_bits(u32::from(x.to_bits()) << 16));
             }
-            WeightRows::F16(rows) => layout.pack(rows, width, first_column, out, widen_f16),
-            WeightRows::F32(rows) => layout.pack(rows, width, first_column, out, |x| x),
+            TensorView::F16(rows) => layout.pack(rows, width, first_column, out, widen_f16),
+            TensorView::F32(rows) => layout.pack(rows, width, first_column, out, |x| x),
         }
     }
 }

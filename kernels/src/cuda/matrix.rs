@@ -7,21 +7,22 @@ use candle_core::Result;
 use candle_core::cuda_backend::cudarc::driver::sys;
 use half::bf16;
 
-use super::arena::Allocation;
+use super::arena::ArenaAllocation;
 use super::borrowed::{can_be_given, with_columns};
 use super::context::Context;
-use super::layout::{DeviceRows, RowLayout, Weight};
+use super::layout::{DeviceRows, PackedRowLayout, Weight};
 use crate::backend::storage::{BorrowedRows, MatrixImpl};
 use crate::error::DeviceError;
-use crate::weights::{MatrixShape, RowBits, WeightDtype, WeightRows};
+use crate::values::{StorageDtype, TensorData, TensorView};
+use crate::weights::MatrixShape;
 
 /// Bytes of packed rows that are copied at once.
 pub(super) const COPIED_BYTES: usize = 4 << 20;
 
-/// Weights `[n, k]`, row by row; a row is as [`RowLayout`] says, and its padding is always zero.
+/// Weights `[n, k]`, row by row; a row is as [`PackedRowLayout`] says, and its padding is always zero.
 pub(super) struct CudaMatrix {
     context: Arc<Context>,
-    memory: Allocation,
+    memory: ArenaAllocation,
     pub shape: MatrixShape,
     /// Whether an operator has been given the matrix. Copies need not wait for the operators where none has: a push
     /// writes new matrices while steps run.
@@ -30,7 +31,7 @@ pub(super) struct CudaMatrix {
 
 impl CudaMatrix {
     pub fn bytes_for(shape: MatrixShape) -> usize {
-        shape.n * RowLayout::of(shape).stride() * shape.dtype.bytes()
+        shape.n * PackedRowLayout::of(shape).stride() * shape.dtype.size()
     }
 
     /// A matrix of zeros.
@@ -39,8 +40,8 @@ impl CudaMatrix {
         Ok(Self { context: context.clone(), memory, shape, is_used: AtomicBool::new(false) })
     }
 
-    pub fn layout(&self) -> RowLayout {
-        RowLayout::of(self.shape)
+    pub fn layout(&self) -> PackedRowLayout {
+        PackedRowLayout::of(self.shape)
     }
 
     /// Address of a row, for an operator.
@@ -64,7 +65,7 @@ impl CudaMatrix {
     }
 
     fn row_bytes(&self) -> usize {
-        self.layout().stride() * self.shape.dtype.bytes()
+        self.layout().stride() * self.shape.dtype.size()
     }
 
     /// Rows that are copied at once.
@@ -92,7 +93,7 @@ impl CudaMatrix {
         assert!(first_column + k <= width, "{k} columns from {first_column} on of {width}");
     }
 
-    fn write<T: Weight>(&mut self, row0: usize, rows: WeightRows<'_>, width: usize, first_column: usize) -> Result<()> {
+    fn write<T: Weight>(&mut self, row0: usize, rows: TensorView<'_>, width: usize, first_column: usize) -> Result<()> {
         self.wait_for_last_operator()?;
         let (layout, count) = (self.layout(), rows.len() / width);
         for first in (0..count).step_by(self.rows_at_once()) {
@@ -105,7 +106,17 @@ impl CudaMatrix {
         Ok(())
     }
 
-    fn read<T: Weight, U>(&self, row0: usize, out: &mut [U], value: impl Fn(T) -> U) -> Result<()> {
+    /// # Panics
+    /// If `out` is not of whole rows or passes the end, or the device fails.
+    fn read<T: Weight, U>(&self, row0: usize, out: &mut [U], value: impl Fn(T) -> U) {
+        let MatrixShape { n, k, .. } = self.shape;
+        assert!(out.len().is_multiple_of(k), "{} values are not whole rows of {k}", out.len());
+        let end = row0 + out.len() / k;
+        assert!(end <= n, "rows {row0}..{end} pass the end of a matrix of {n} rows");
+        self.try_read(row0, out, value).unwrap_or_else(|e| panic!("weights were not read: {e}"));
+    }
+
+    fn try_read<T: Weight, U>(&self, row0: usize, out: &mut [U], value: impl Fn(T) -> U) -> Result<()> {
         self.wait_for_operators()?;
         let (layout, at_once) = (self.layout(), self.rows_at_once());
         for (out, i) in out.chunks_mut(at_once * self.shape.k).zip(0..) {
@@ -128,28 +139,37 @@ impl MatrixImpl for CudaMatrix {
         self.context.fill_with_zeros(&self.memory, Self::bytes_for(self.shape))
     }
 
-    fn write_columns(&mut self, row0: usize, rows: WeightRows<'_>, width: usize, first_column: usize) {
+    fn write_columns(&mut self, row0: usize, rows: TensorView<'_>, width: usize, first_column: usize) {
         assert!(rows.len().is_multiple_of(width), "{} values are no whole rows of {width}", rows.len());
         self.check(row0, rows.len() / width, width, first_column);
         let written = match self.shape.dtype {
-            WeightDtype::Bf16 => self.write::<bf16>(row0, rows, width, first_column),
-            WeightDtype::F32 => self.write::<f32>(row0, rows, width, first_column),
+            StorageDtype::Bf16 => self.write::<bf16>(row0, rows, width, first_column),
+            StorageDtype::F32 => self.write::<f32>(row0, rows, width, first_column),
         };
         written.unwrap_or_else(|e| panic!("weights were not written: {e}"));
     }
 
-    fn read_rows(&self, row0: usize, out: RowBits<'_>) {
-        let MatrixShape { dtype, n, k, .. } = self.shape;
-        assert!(out.len().is_multiple_of(k), "{} values are no whole rows of {k}", out.len());
-        let end = row0 + out.len() / k;
-        assert!(end <= n, "rows {row0}..{end} pass the end of a matrix of {n} rows");
-        let read = match (out, dtype) {
-            (RowBits::Bf16(out), WeightDtype::Bf16) => self.read(row0, out, |x: bf16| x),
-            (RowBits::F32(out), WeightDtype::Bf16) => self.read(row0, out, bf16::to_f32),
-            (RowBits::F32(out), WeightDtype::F32) => self.read(row0, out, |x: f32| x),
-            (RowBits::Bf16(_), WeightDtype::F32) => panic!("a float32 matrix cannot be read as bfloat16"),
-        };
-        read.unwrap_or_else(|e| panic!("weights were not read: {e}"));
+    fn read_rows(&self, rows: Range<usize>) -> TensorData<'static> {
+        let len = rows.len() * self.shape.k;
+        match self.shape.dtype {
+            StorageDtype::Bf16 => {
+                let mut values = vec![bf16::ZERO; len];
+                self.read(rows.start, &mut values, |x: bf16| x);
+                TensorData::Bf16(values.into())
+            }
+            StorageDtype::F32 => {
+                let mut values = vec![0.0; len];
+                self.read(rows.start, &mut values, |x: f32| x);
+                TensorData::F32(values.into())
+            }
+        }
+    }
+
+    fn read_f32(&self, row0: usize, out: &mut [f32]) {
+        match self.shape.dtype {
+            StorageDtype::Bf16 => self.read(row0, out, bf16::to_f32),
+            StorageDtype::F32 => self.read(row0, out, |x: f32| x),
+        }
     }
 
     fn can_copy(&self, from: &BorrowedRows<'_>) -> bool {

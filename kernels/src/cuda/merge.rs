@@ -9,21 +9,21 @@ use std::sync::Arc;
 use candle_core::Result;
 use candle_core::cuda_backend::cudarc::driver::CudaFunction;
 
-use super::arena::Allocation;
+use super::arena::ArenaAllocation;
 use super::context::Context;
-use super::host::Host;
+use super::host::HostSide;
 use super::launch::{Launch, grid};
-use super::layout::{DeviceRows, RowLayout};
+use super::layout::{DeviceRows, PackedRowLayout};
 use super::matrix::CudaMatrix;
 use super::module::{Module, fat_binary};
 use super::pack::Packer;
 use super::tensor;
 use crate::cpu::Isa;
 use crate::error::out_of_memory;
-use crate::merge::{LoraDelta, LowRank, Merge, MergeBase, ReadValues, Replacement, StoredValues};
-use crate::weights::{Dtype, RowBits, WeightDtype, WeightRows};
+use crate::merge::{LoraDelta, LowRank, Merge, MergeBase, ReadValues, Replacement};
+use crate::values::{Dtype, StorageDtype, TensorData, TensorView};
 
-/// What a block of `cu/merge.cu` adds to, and its threads.
+/// The tile of a block of `cu/merge.cu`, and its threads.
 const TILE_ROWS: usize = 128;
 const TILE_COLUMNS: usize = 64;
 const THREADS: u32 = 256;
@@ -54,7 +54,7 @@ impl Merger {
     pub fn merge_rows(
         &self,
         packer: &Packer,
-        host: Host<'_>,
+        host: HostSide<'_>,
         w: &CudaMatrix,
         first_row: usize,
         merge: &Merge<'_>,
@@ -83,7 +83,7 @@ impl Merger {
     fn put_base(
         &self,
         packer: &Packer,
-        host: Host<'_>,
+        host: HostSide<'_>,
         w: &CudaMatrix,
         rows: Range<usize>,
         merge: &Merge<'_>,
@@ -97,16 +97,21 @@ impl Merger {
                 let base = tensor::rows(base)?;
                 assert!(rows.len() <= base.rows && merge.width == base.width, "{rows:?} of {base:?}");
                 let first = (merge.columns.start * size_of::<f32>()) as u64;
-                let layout = RowLayout::dense(merge.columns.len());
+                let layout = PackedRowLayout::dense(merge.columns.len());
                 let from =
-                    DeviceRows { pointer: base.pointer + first, dtype: WeightDtype::F32, stride: base.stride, layout };
+                    DeviceRows { pointer: base.pointer + first, dtype: StorageDtype::F32, stride: base.stride, layout };
                 packer.copy(from, w.rows(rows.start), rows.len())
             }
         }
     }
 
     /// The parts of `a` and `b` that a merge needs, in the device's memory.
-    fn upload_factors(&self, host: Host<'_>, merge: &Merge<'_>, low_rank: &LowRank) -> Result<[Allocation; 2]> {
+    fn upload_factors(
+        &self,
+        host: HostSide<'_>,
+        merge: &Merge<'_>,
+        low_rank: &LowRank,
+    ) -> Result<[ArenaAllocation; 2]> {
         let (rank, rows, columns) = (low_rank.rank, merge.rows.clone(), merge.columns.clone());
         let a = self.upload(host, 0..rank, columns.len(), &|i| &low_rank.a[i * low_rank.cols..][columns.clone()])?;
         let b = self.upload(host, rows, rank, &|i| &low_rank.b[i * rank..(i + 1) * rank])?;
@@ -116,7 +121,7 @@ impl Merger {
     /// Adds `scaling * b a` to rows from `first_row` on.
     fn add_low_rank(
         &self,
-        [a, b]: [Allocation; 2],
+        [a, b]: [ArenaAllocation; 2],
         w: &CudaMatrix,
         first_row: usize,
         merge: &Merge<'_>,
@@ -124,8 +129,8 @@ impl Merger {
     ) -> Result<()> {
         let (rank, rows, columns) = (low_rank.rank, &merge.rows, &merge.columns);
         let function = match w.shape.dtype {
-            WeightDtype::Bf16 => &self.add_low_rank_bf16,
-            WeightDtype::F32 => &self.add_low_rank_f32,
+            StorageDtype::Bf16 => &self.add_low_rank_bf16,
+            StorageDtype::F32 => &self.add_low_rank_f32,
         };
         let to = w.rows(first_row);
         let mut launch = Launch::of(&self.context.stream, function);
@@ -141,11 +146,11 @@ impl Merger {
     /// Copies rows of float32 values to new memory, which may be dropped once what uses it has been started.
     fn upload<'a>(
         &self,
-        host: Host<'_>,
+        host: HostSide<'_>,
         rows: Range<usize>,
         width: usize,
         row: &(dyn Fn(usize) -> &'a [f32] + Sync),
-    ) -> Result<Allocation> {
+    ) -> Result<ArenaAllocation> {
         let bytes = rows.len() * width * size_of::<f32>();
         let memory = self.context.scratch.allocate(bytes)?;
         host.send(memory.pointer, rows, width, 0, &|rows, packed: &mut [f32], _| {
@@ -158,7 +163,7 @@ impl Merger {
     fn merge_on_host(
         &self,
         packer: &Packer,
-        host: Host<'_>,
+        host: HostSide<'_>,
         w: &CudaMatrix,
         rows: Range<usize>,
         merge: &Merge<'_>,
@@ -172,7 +177,7 @@ impl Merger {
             MergeBase::Read(read) => fill(read),
             MergeBase::Matrix(base) => {
                 assert!(!merge.goes_by_whole_rows(), "a merge that needs whole rows has a part of them");
-                fill(&|rows, _, values| base.read_rows(rows.start - merge.rows.start, RowBits::F32(values)))
+                fill(&|rows, _, values| base.read_f32(rows.start - merge.rows.start, values))
             }
             MergeBase::WholeRows(base) => {
                 let base = tensor::rows(base)?;
@@ -193,18 +198,14 @@ impl Merger {
 /// Stores the values that replace the base's.
 fn replace(
     packer: &Packer,
-    host: Host<'_>,
+    host: HostSide<'_>,
     w: &CudaMatrix,
     rows: Range<usize>,
     merge: &Merge<'_>,
     replacement: &Replacement,
 ) -> Result<()> {
     let columns = replacement.cols;
-    let values = match &replacement.values {
-        StoredValues::F32(values) => WeightRows::F32(values),
-        StoredValues::F16(values) => WeightRows::F16(values),
-        StoredValues::Bf16(values) => WeightRows::Bf16(values),
-    };
+    let values = replacement.values.view();
     packer.store_columns(host, w, rows.clone(), columns, merge.columns.start, &|some, store| {
         let rows = of_weight(merge, &rows, some);
         store(values.part(rows.start * columns..rows.end * columns));

@@ -1,5 +1,5 @@
-//! NCCL, which is loaded when ranks join: a server with one rank starts on machines without it. candle's feature `nccl`
-//! would link it, and then every program would want it.
+//! NCCL, which is loaded when ranks join, so that a server with one rank starts on machines without it. candle's
+//! feature `nccl` would link it, and every program would need it then.
 
 use std::ffi::{CStr, c_char, c_int, c_void};
 use std::ptr::null_mut;
@@ -8,12 +8,12 @@ use std::sync::OnceLock;
 use candle_core::cuda_backend::cudarc::driver::{CudaStream, sys};
 
 use super::library::Library;
-use crate::weights::Dtype;
+use crate::values::Dtype;
 
-/// Where the ranks of a communicator meet, `ncclUniqueId`.
+/// The id of a group of ranks, `ncclUniqueId`.
 #[derive(Clone, Copy)]
 #[repr(C)]
-pub(super) struct UniqueId(pub [u8; 128]);
+pub(super) struct NcclId(pub [u8; 128]);
 
 /// `ncclComm_t`.
 type Handle = *mut c_void;
@@ -26,29 +26,30 @@ const FLOAT16: c_int = 6;
 const FLOAT32: c_int = 7;
 const BFLOAT16: c_int = 9;
 const SUM: c_int = 0;
-/// `ncclInProgress`: what was called goes on, and [`Endpoint::is_ready`] says when it is done.
+/// `ncclInProgress`: the call has not finished, and [`NonblockingCommunicator::is_ready`] says when it has.
 const IN_PROGRESS: Status = 7;
 
 /// The first members of `ncclConfig_t`, all that there were in version 2.14; later ones get their defaults.
 #[repr(C)]
-struct Config {
+struct NcclConfig {
     size: usize,
     magic: u32,
     version: u32,
     blocking: c_int,
 }
 
-/// Calls return at once, so that who waits can give up.
-static DOES_NOT_BLOCK: Config = Config { size: size_of::<Config>(), magic: 0xcafe_beef, version: 2_14_00, blocking: 0 };
+/// Calls return at once, so that a wait can be cancelled.
+static DOES_NOT_BLOCK: NcclConfig =
+    NcclConfig { size: size_of::<NcclConfig>(), magic: 0xcafe_beef, version: 2_14_00, blocking: 0 };
 
 /// The functions that are called, as `nccl.h` declares them.
-struct Functions {
-    get_unique_id: unsafe extern "C" fn(*mut UniqueId) -> Status,
-    init_rank: unsafe extern "C" fn(*mut Handle, c_int, UniqueId, c_int) -> Status,
+struct NcclFunctions {
+    get_unique_id: unsafe extern "C" fn(*mut NcclId) -> Status,
+    init_rank: unsafe extern "C" fn(*mut Handle, c_int, NcclId, c_int) -> Status,
     all_gather: unsafe extern "C" fn(*const c_void, *mut c_void, usize, c_int, Handle, sys::CUstream) -> Status,
     all_reduce: unsafe extern "C" fn(*const c_void, *mut c_void, usize, c_int, c_int, Handle, sys::CUstream) -> Status,
     destroy: unsafe extern "C" fn(Handle) -> Status,
-    init_rank_config: unsafe extern "C" fn(*mut Handle, c_int, UniqueId, c_int, *const Config) -> Status,
+    init_rank_config: unsafe extern "C" fn(*mut Handle, c_int, NcclId, c_int, *const NcclConfig) -> Status,
     broadcast: unsafe extern "C" fn(*const c_void, *mut c_void, usize, c_int, c_int, Handle, sys::CUstream) -> Status,
     async_error: unsafe extern "C" fn(Handle, *mut Status) -> Status,
     abort: unsafe extern "C" fn(Handle) -> Status,
@@ -57,12 +58,12 @@ struct Functions {
     version: unsafe extern "C" fn(*mut c_int) -> Status,
 }
 
-/// What NCCL says is wrong.
+/// With NCCL's error message.
 type Result<T> = std::result::Result<T, String>;
 
-impl Functions {
+impl NcclFunctions {
     fn get() -> Result<&'static Self> {
-        static FUNCTIONS: OnceLock<Result<Functions>> = OnceLock::new();
+        static FUNCTIONS: OnceLock<Result<NcclFunctions>> = OnceLock::new();
         FUNCTIONS.get_or_init(Self::load).as_ref().map_err(Clone::clone)
     }
 
@@ -92,22 +93,22 @@ impl Functions {
         if status == 0 {
             return Ok(());
         }
-        // SAFETY: the function takes any status, and gives a text that lives for ever.
+        // SAFETY: the function takes any status, and returns a static text.
         let text = unsafe { CStr::from_ptr((self.error_string)(status)) };
         Err(format!("{call}: {}", text.to_string_lossy()))
     }
 
-    /// As [`Functions::check`], for a call that may go on after its return.
+    /// As [`NcclFunctions::check`], for a call that may return before it has finished.
     fn begun(&self, call: &str, status: Status) -> Result<()> {
         if status == IN_PROGRESS { Ok(()) } else { self.check(call, status) }
     }
 }
 
-impl UniqueId {
+impl NcclId {
     /// # Errors
     /// If there is no NCCL, or it finds no way between ranks.
     pub fn new() -> Result<Self> {
-        let (library, mut id) = (Functions::get()?, Self([0; 128]));
+        let (library, mut id) = (NcclFunctions::get()?, Self([0; 128]));
         // SAFETY: the id is written.
         let status = unsafe { (library.get_unique_id)(&raw mut id) };
         library.check("ncclGetUniqueId", status).map(|()| id)
@@ -115,21 +116,21 @@ impl UniqueId {
 }
 
 /// The communicator of one rank. Its calls are operations of a stream.
-pub(super) struct Communicator {
-    library: &'static Functions,
+pub(super) struct NcclCommunicator {
+    library: &'static NcclFunctions,
     handle: Handle,
 }
 
 // SAFETY: NCCL's communicators may be used from any thread, by one at a time.
-unsafe impl Send for Communicator {}
+unsafe impl Send for NcclCommunicator {}
 
-impl Communicator {
+impl NcclCommunicator {
     /// Joins with the device that is current on this thread; waits until all ranks have.
     ///
     /// # Errors
-    /// What NCCL says.
-    pub fn join(id: UniqueId, rank: usize, world: usize) -> Result<Self> {
-        let (library, mut handle) = (Functions::get()?, null_mut());
+    /// NCCL's error.
+    pub fn join(id: NcclId, rank: usize, world: usize) -> Result<Self> {
+        let (library, mut handle) = (NcclFunctions::get()?, null_mut());
         // SAFETY: the handle is written.
         let status = unsafe { (library.init_rank)(&raw mut handle, world as c_int, id, rank as c_int) };
         library.check("ncclCommInitRank", status).map(|()| Self { library, handle })
@@ -138,7 +139,7 @@ impl Communicator {
     /// Copies `count` values of each rank to `to` on all, those of rank 0 first.
     ///
     /// # Errors
-    /// What NCCL says.
+    /// NCCL's error.
     ///
     /// # Safety
     /// Both addresses are of memory that is large enough until the stream has come so far, and all ranks call the same.
@@ -152,10 +153,10 @@ impl Communicator {
     /// Replaces `count` values by their sums over all ranks, in the order of NCCL.
     ///
     /// # Errors
-    /// What NCCL says.
+    /// NCCL's error.
     ///
     /// # Safety
-    /// As for [`Communicator::all_gather`].
+    /// As for [`NcclCommunicator::all_gather`].
     pub unsafe fn all_reduce(&self, at: u64, count: usize, stream: &CudaStream) -> Result<()> {
         let (from, to) = (at as *const c_void, at as *mut c_void);
         // SAFETY: the caller's promise.
@@ -165,7 +166,7 @@ impl Communicator {
     }
 }
 
-impl Drop for Communicator {
+impl Drop for NcclCommunicator {
     /// Waits until all ranks drop theirs.
     fn drop(&mut self) {
         // SAFETY: nothing uses the communicator any more.
@@ -176,23 +177,24 @@ impl Drop for Communicator {
     }
 }
 
-/// The communicator of one rank among processes that may vanish. None of its calls waits: each begins something, and
-/// [`Endpoint::is_ready`] says when the next may be called. Dropping it leaves the group, whatever goes on.
-pub(super) struct Endpoint {
-    library: &'static Functions,
+/// The communicator of one rank among processes that may vanish. Its calls do not block: each begins an operation, and
+/// [`NonblockingCommunicator::is_ready`] says when the next may be called. Dropping it aborts the operation and leaves
+/// the group.
+pub(super) struct NonblockingCommunicator {
+    library: &'static NcclFunctions,
     handle: Handle,
 }
 
 // SAFETY: NCCL's communicators may be used from any thread, by one at a time.
-unsafe impl Send for Endpoint {}
+unsafe impl Send for NonblockingCommunicator {}
 
-impl Endpoint {
+impl NonblockingCommunicator {
     /// Begins to join with the device that is current on this thread.
     ///
     /// # Errors
-    /// What NCCL says.
-    pub fn join(id: UniqueId, rank: usize, world: usize) -> Result<Self> {
-        let (library, mut handle) = (Functions::get()?, null_mut());
+    /// NCCL's error.
+    pub fn join(id: NcclId, rank: usize, world: usize) -> Result<Self> {
+        let (library, mut handle) = (NcclFunctions::get()?, null_mut());
         let (rank, world) = (rank as c_int, world as c_int);
         // SAFETY: the handle is written, and the configuration read, during the call.
         let status = unsafe { (library.init_rank_config)(&raw mut handle, world, id, rank, &raw const DOES_NOT_BLOCK) };
@@ -230,7 +232,7 @@ impl Endpoint {
     /// Begins to receive `count` values that rank 0 broadcasts; bytes without a type.
     ///
     /// # Errors
-    /// What NCCL says.
+    /// NCCL's error.
     ///
     /// # Safety
     /// The address is of memory that is large enough until the stream has come so far.
@@ -244,10 +246,10 @@ impl Endpoint {
     /// Begins to replace a float32 by its sum over all ranks.
     ///
     /// # Errors
-    /// What NCCL says.
+    /// NCCL's error.
     ///
     /// # Safety
-    /// As for [`Endpoint::receive`].
+    /// As for [`NonblockingCommunicator::receive`].
     pub unsafe fn add_one_value(&self, at: u64, stream: &CudaStream) -> Result<()> {
         let (at, stream) = (at as *mut c_void, stream.cu_stream());
         // SAFETY: the caller's promise.
@@ -256,7 +258,7 @@ impl Endpoint {
     }
 }
 
-impl Drop for Endpoint {
+impl Drop for NonblockingCommunicator {
     fn drop(&mut self) {
         // SAFETY: nothing uses the communicator any more; what it has begun on a stream ends.
         let status = unsafe { (self.library.abort)(self.handle) };

@@ -8,7 +8,7 @@ use candle_core::cuda_backend::cudarc::driver::CudaFunction;
 use super::context::Context;
 use super::launch::{Launch, grid, rows_grid};
 use super::module::{Module, fat_binary};
-use super::tensor::Rows;
+use super::tensor::TensorRows;
 
 /// Threads of a block that normalises heads, a warp for each.
 const HEAD_THREADS: u32 = 128;
@@ -34,7 +34,7 @@ impl Norms {
         })
     }
 
-    pub fn rms_norm(&self, x: Rows, weight: u64, eps: f32, out: Rows) -> Result<()> {
+    pub fn rms_norm(&self, x: TensorRows, weight: u64, eps: f32, out: TensorRows) -> Result<()> {
         assert_eq!((x.rows, x.width), (out.rows, out.width), "shapes of a norm");
         let mut launch = Launch::of(&self.context.stream, &self.rms_norm);
         launch.rows(x).pointer(weight).float(eps).rows(out).int(out.width);
@@ -42,8 +42,16 @@ impl Norms {
         unsafe { launch.start(rows_grid(out.rows)) }
     }
 
-    pub fn add_rms_norm(&self, residual: Rows, x: Rows, bias: u64, weight: u64, eps: f32, out: Rows) -> Result<()> {
-        let shape = |rows: Rows| (rows.rows, rows.width);
+    pub fn add_rms_norm(
+        &self,
+        residual: TensorRows,
+        x: TensorRows,
+        bias: u64,
+        weight: u64,
+        eps: f32,
+        out: TensorRows,
+    ) -> Result<()> {
+        let shape = |rows: TensorRows| (rows.rows, rows.width);
         assert!(shape(residual) == shape(x) && shape(x) == shape(out), "shapes of a norm: {residual:?} {x:?} {out:?}");
         let mut launch = Launch::of(&self.context.stream, &self.add_rms_norm);
         launch.rows(residual).rows(x).pointer(bias).pointer(weight).float(eps).rows(out).int(out.width);
@@ -51,7 +59,7 @@ impl Norms {
         unsafe { launch.start(rows_grid(out.rows)) }
     }
 
-    pub fn rms_norm_heads(&self, x: Rows, weight: u64, head_dim: usize, eps: f32) -> Result<()> {
+    pub fn rms_norm_heads(&self, x: TensorRows, weight: u64, head_dim: usize, eps: f32) -> Result<()> {
         assert!(x.width.is_multiple_of(head_dim), "{} values are no heads of {head_dim}", x.width);
         let heads = x.width / head_dim;
         let blocks = (x.rows * heads).div_ceil(HEADS);

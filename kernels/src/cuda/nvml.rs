@@ -12,7 +12,7 @@ use super::library::Library;
 type Handle = *mut c_void;
 /// `nvmlReturn_t`; 0 is success.
 type Status = c_int;
-/// What NVML says is wrong.
+/// With NVML's error message.
 type Result<T> = std::result::Result<T, String>;
 
 /// Processes that a reading has room for. Few share a device.
@@ -40,16 +40,16 @@ struct ProcessInfo {
 }
 
 /// The functions that are called, as `nvml.h` declares them.
-struct Functions {
+struct NvmlFunctions {
     handle_by_uuid: unsafe extern "C" fn(*const c_char, *mut Handle) -> Status,
     memory_info: unsafe extern "C" fn(Handle, *mut Memory) -> Status,
     processes: unsafe extern "C" fn(Handle, *mut u32, *mut ProcessInfo) -> Status,
     error_string: unsafe extern "C" fn(Status) -> *const c_char,
 }
 
-impl Functions {
+impl NvmlFunctions {
     fn get() -> Result<&'static Self> {
-        static FUNCTIONS: OnceLock<Result<Functions>> = OnceLock::new();
+        static FUNCTIONS: OnceLock<Result<NvmlFunctions>> = OnceLock::new();
         FUNCTIONS.get_or_init(Self::load).as_ref().map_err(Clone::clone)
     }
 
@@ -83,11 +83,11 @@ impl Functions {
 
 /// A device as NVML knows it.
 pub(super) struct Monitor {
-    functions: &'static Functions,
+    functions: &'static NvmlFunctions,
     handle: Handle,
 }
 
-/// What is held of a device at one moment.
+/// The memory of a device that is in use at one moment.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(super) struct Reading {
     /// Bytes that all processes hold together.
@@ -103,7 +103,7 @@ impl Monitor {
     /// # Errors
     /// What NVML says, or that there is none.
     pub fn of(uuid: CUuuid) -> Result<Self> {
-        let functions = Functions::get()?;
+        let functions = NvmlFunctions::get()?;
         let mut handle = null_mut();
         let mut find = |kind: &str| {
             let name = CString::new(format!("{kind}-{}", text(uuid))).expect("it has no zero");

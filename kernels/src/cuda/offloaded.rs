@@ -1,4 +1,4 @@
-//! What a range of an arena holds, in page-locked memory of the host.
+//! The content of a range of an arena, in page-locked host memory.
 
 use std::ops::Range;
 use std::sync::Arc;

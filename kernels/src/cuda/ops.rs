@@ -7,33 +7,34 @@ use std::sync::Arc;
 use candle_core::{Result, Tensor};
 
 use super::activation::Activation;
-use super::attention::Attention;
+use super::attention::PagedAttention;
 use super::context::Context;
-use super::host::Host;
+use super::graphs::CudaGraphs;
+use super::host::HostSide;
 use super::kv::CudaKv;
-use super::linear::Linear;
+use super::linear::Gemm;
 use super::matrix::CudaMatrix;
 use super::merge::Merger;
 use super::norm::Norms;
 use super::pack::Packer;
-use super::passes::Passes;
 use super::rope::Rope;
 use super::rows::RowCopies;
 use super::sampling::Sampler;
-use super::scratch::Scratch;
+use super::scratch::DeviceScratch;
 use super::staging::Staging;
 use super::step::CudaStep;
 use super::tensor::{pointer, rows};
 use crate::backend::device::AttentionKernel;
 use crate::backend::operators::OpsImpl;
-use crate::buffer::Buffer;
+use crate::buffer::DeviceBuffer;
 use crate::cpu::ThreadPool;
+use crate::group::HostCollective;
 use crate::kv_cache::KvCache;
 use crate::kv_layout::BlockCopy;
 use crate::matrix::Matrix;
 use crate::merge::Merge;
 use crate::sampling::Sampled;
-use crate::step::{AttentionShape, Least, Padding, Step, StepInput};
+use crate::step::{AttentionShape, Padding, Step, StepInput};
 use crate::weights::{ReadRows, WriteElements};
 
 /// The kernels, and the memory that they reuse.
@@ -42,18 +43,18 @@ pub(super) struct CudaOps {
     /// Reads what the host has, such as the base of a merge.
     pool: ThreadPool,
     staging: Staging,
-    /// What is read of padded steps: at one address, which recordings name.
-    padded_step: Scratch,
-    linear: Linear,
+    /// The indices of padded steps, at an address that graphs refer to.
+    padded_step: DeviceScratch,
+    linear: Gemm,
     activation: Activation,
     norms: Norms,
     rope: Rope,
     rows: RowCopies,
-    attention: Attention,
+    attention: PagedAttention,
     packer: Packer,
     merger: Merger,
     sampler: Sampler,
-    passes: Passes,
+    graphs: CudaGraphs,
 }
 
 impl CudaOps {
@@ -65,23 +66,23 @@ impl CudaOps {
         Ok(Self {
             pool: ThreadPool::new(threads),
             staging: Staging::new(&context.stream),
-            padded_step: Scratch::new(&context),
-            linear: Linear::load(&context)?,
+            padded_step: DeviceScratch::new(&context),
+            linear: Gemm::load(&context)?,
             activation: Activation::load(&context)?,
             norms: Norms::load(&context)?,
             rope: Rope::load(&context)?,
             rows: RowCopies::load(&context)?,
-            attention: Attention::load(&context, attention)?,
+            attention: PagedAttention::load(&context, attention)?,
             packer: Packer::load(&context)?,
             merger: Merger::load(&context)?,
             sampler: Sampler::load(&context)?,
-            passes: Passes::new(&context),
+            graphs: CudaGraphs::new(&context),
             context,
         })
     }
 
-    fn host(&self) -> Host<'_> {
-        Host { pool: &self.pool, staging: &self.staging }
+    fn host(&self) -> HostSide<'_> {
+        HostSide { pool: &self.pool, staging: &self.staging }
     }
 }
 
@@ -101,13 +102,13 @@ fn prepared<'a>(step: &'a Step<'_>) -> &'a CudaStep {
     step.prepared()
 }
 
-/// Rows that a step with so many is padded to: the fewer numbers there are, the fewer passes are recorded.
+/// The number of rows that a step is padded to: with few different numbers, few graphs are captured.
 fn bucket(rows: usize) -> usize {
     if rows <= 8 { rows.next_power_of_two() } else { rows.next_multiple_of(8) }
 }
 
 /// Address of a vector, 0 if there is none.
-fn vector(buffer: Option<&Buffer>) -> Result<u64> {
+fn vector(buffer: Option<&DeviceBuffer>) -> Result<u64> {
     buffer.map_or(Ok(0), |buffer| pointer(buffer.tensor()))
 }
 
@@ -122,35 +123,40 @@ impl OpsImpl for CudaOps {
         Ok((rows, Box::new(step)))
     }
 
-    fn pass(&self, step: &Step<'_>, ranks: Option<Least<'_>>, launches: &mut dyn FnMut() -> bool) -> Result<()> {
-        self.passes.run(prepared(step), ranks, launches)
+    fn capture_or_replay(
+        &self,
+        step: &Step<'_>,
+        ranks: &dyn HostCollective,
+        launches: &mut dyn FnMut() -> bool,
+    ) -> Result<()> {
+        self.graphs.run(prepared(step), ranks, launches)
     }
 
-    fn forget_passes(&self) {
-        self.passes.forget();
+    fn drop_graphs(&self) {
+        self.graphs.clear();
     }
 
-    fn samples_in_pass(&self, step: &Step<'_>) -> bool {
-        prepared(step).questions().is_some()
+    fn samples_in_graph(&self, step: &Step<'_>) -> bool {
+        prepared(step).graph_tasks().is_some()
     }
 
-    fn sample_in_pass(&self, logits: &Tensor, step: &Step<'_>, wanted: Range<usize>) -> Result<()> {
-        let (asked, counts, vocabulary) = prepared(step).questions().expect("its tasks are answered in passes");
+    fn sample_in_graph(&self, logits: &Tensor, step: &Step<'_>, wanted: Range<usize>) -> Result<()> {
+        let (tasks, counts, vocabulary) = prepared(step).graph_tasks().expect("the graph answers the step's tasks");
         let logits = rows(logits)?;
         assert_eq!(logits.width, vocabulary, "the vocabulary");
-        self.sampler.answer(asked, counts, logits, wanted)
+        self.sampler.answer(tasks, counts, logits, wanted)
     }
 
     fn sampled<'a>(&'a self, step: &'a Step<'_>) -> Result<Sampled<'a>> {
-        let (asked, counts, vocabulary) = prepared(step).questions().expect("its tasks are answered in passes");
-        self.sampler.answered(asked, counts, vocabulary, step.input().tasks)
+        let (tasks, counts, vocabulary) = prepared(step).graph_tasks().expect("the graph answers the step's tasks");
+        self.sampler.answered(tasks, counts, vocabulary, step.input().tasks)
     }
 
     fn embed(&self, table: &Matrix, first_token: usize, step: &Step<'_>, out: &Tensor) -> Result<()> {
         self.rows.embed(stored(table), first_token, prepared(step).tokens(), rows(out)?)
     }
 
-    fn linear(&self, x: &Tensor, w: &Matrix, bias: Option<&Buffer>, out: &Tensor) -> Result<()> {
+    fn linear(&self, x: &Tensor, w: &Matrix, bias: Option<&DeviceBuffer>, out: &Tensor) -> Result<()> {
         self.linear.product(rows(x)?, stored(w), vector(bias)?, rows(out)?)
     }
 
@@ -158,7 +164,7 @@ impl OpsImpl for CudaOps {
         &self,
         x: &Tensor,
         w: &Matrix,
-        bias: Option<&Buffer>,
+        bias: Option<&DeviceBuffer>,
         gate_up: &Tensor,
         out: &Tensor,
     ) -> Result<()> {
@@ -173,7 +179,7 @@ impl OpsImpl for CudaOps {
         self.activation.silu_mul(rows(gate_up)?, rows(out)?)
     }
 
-    fn rms_norm(&self, x: &Tensor, weight: &Buffer, eps: f32, out: &Tensor) -> Result<()> {
+    fn rms_norm(&self, x: &Tensor, weight: &DeviceBuffer, eps: f32, out: &Tensor) -> Result<()> {
         self.norms.rms_norm(rows(x)?, pointer(weight.tensor())?, eps, rows(out)?)
     }
 
@@ -181,8 +187,8 @@ impl OpsImpl for CudaOps {
         &self,
         residual: &Tensor,
         x: &Tensor,
-        bias: Option<&Buffer>,
-        weight: &Buffer,
+        bias: Option<&DeviceBuffer>,
+        weight: &DeviceBuffer,
         eps: f32,
         out: &Tensor,
     ) -> Result<()> {
@@ -190,11 +196,11 @@ impl OpsImpl for CudaOps {
         self.norms.add_rms_norm(residual, x, vector(bias)?, pointer(weight.tensor())?, eps, out)
     }
 
-    fn rms_norm_heads(&self, x: &Tensor, weight: &Buffer, eps: f32) -> Result<()> {
+    fn rms_norm_heads(&self, x: &Tensor, weight: &DeviceBuffer, eps: f32) -> Result<()> {
         self.norms.rms_norm_heads(rows(x)?, pointer(weight.tensor())?, weight.len(), eps)
     }
 
-    fn rope(&self, x: &Tensor, head_dim: usize, step: &Step<'_>, cos: &Buffer, sin: &Buffer) -> Result<()> {
+    fn rope(&self, x: &Tensor, head_dim: usize, step: &Step<'_>, cos: &DeviceBuffer, sin: &DeviceBuffer) -> Result<()> {
         let (cos, sin) = (pointer(cos.tensor())?, pointer(sin.tensor())?);
         self.rope.rotate(rows(x)?, head_dim, prepared(step).positions(), cos, sin)
     }
@@ -215,7 +221,7 @@ impl OpsImpl for CudaOps {
         cache: &KvCache,
         out: &Tensor,
     ) -> Result<()> {
-        self.passes.reads(blocks(cache).layout);
+        self.graphs.reads(blocks(cache).layout);
         self.attention.attend(rows(q)?, shape, prepared(step), blocks(cache), rows(out)?)
     }
 
@@ -266,7 +272,7 @@ impl OpsImpl for CudaOps {
     }
 
     fn release(&self) {
-        self.passes.forget();
+        self.graphs.clear();
         self.padded_step.release();
         self.linear.release();
         self.attention.release();

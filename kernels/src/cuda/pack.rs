@@ -8,16 +8,17 @@ use candle_core::cuda_backend::WrapErr;
 use candle_core::cuda_backend::cudarc::driver::{CudaFunction, sys};
 use half::bf16;
 
-use super::arena::Allocation;
+use super::arena::ArenaAllocation;
 use super::context::Context;
-use super::host::Host;
+use super::host::HostSide;
 use super::launch::{Launch, grid};
-use super::layout::{DeviceRows, RowLayout, Weight};
+use super::layout::{DeviceRows, PackedRowLayout, Weight};
 use super::matrix::CudaMatrix;
 use super::module::{Module, fat_binary};
 use crate::cpu::math::round_bf16;
 use crate::error::out_of_memory;
-use crate::weights::{MatrixShape, ROW_GROUP, ReadRows, WeightDtype, WeightRows, WriteElements};
+use crate::values::{StorageDtype, TensorView};
+use crate::weights::{FillRows, MatrixShape, ROW_GROUP, ReadRows, WriteElements};
 
 /// Threads of a block.
 const THREADS: usize = 128;
@@ -26,10 +27,6 @@ const SCANNED_VALUES: usize = 1 << 20;
 /// Words of an element: its row, its place there, and its value.
 const ELEMENT_WORDS: usize = 3;
 
-/// Computes the values of some whole rows into a row-major slice, whose content is unspecified before. It is called
-/// from several threads.
-pub(super) type Fill<'a> = dyn Fn(Range<usize>, &mut [f32]) + Sync + 'a;
-
 /// Moves weights between the host and matrices, and between matrices.
 pub(super) struct Packer {
     context: Arc<Context>,
@@ -37,10 +34,10 @@ pub(super) struct Packer {
 }
 
 /// The index of a type among functions.
-fn index(dtype: WeightDtype) -> usize {
+fn index(dtype: StorageDtype) -> usize {
     match dtype {
-        WeightDtype::Bf16 => 0,
-        WeightDtype::F32 => 1,
+        StorageDtype::Bf16 => 0,
+        StorageDtype::F32 => 1,
     }
 }
 
@@ -58,7 +55,13 @@ impl Packer {
     ///
     /// # Panics
     /// If they pass the end, or another number of values is given.
-    pub fn store_rows(&self, host: Host<'_>, w: &CudaMatrix, rows: Range<usize>, read: &ReadRows<'_>) -> Result<()> {
+    pub fn store_rows(
+        &self,
+        host: HostSide<'_>,
+        w: &CudaMatrix,
+        rows: Range<usize>,
+        read: &ReadRows<'_>,
+    ) -> Result<()> {
         self.store_columns(host, w, rows, w.shape.k, 0, read)
     }
 
@@ -68,7 +71,7 @@ impl Packer {
     /// As [`Packer::store_rows`], and if they have too few columns.
     pub fn store_columns(
         &self,
-        host: Host<'_>,
+        host: HostSide<'_>,
         w: &CudaMatrix,
         rows: Range<usize>,
         width: usize,
@@ -76,14 +79,14 @@ impl Packer {
         read: &ReadRows<'_>,
     ) -> Result<()> {
         match w.shape.dtype {
-            WeightDtype::Bf16 => self.store_as::<bf16>(host, w, rows, width, first_column, read),
-            WeightDtype::F32 => self.store_as::<f32>(host, w, rows, width, first_column, read),
+            StorageDtype::Bf16 => self.store_as::<bf16>(host, w, rows, width, first_column, read),
+            StorageDtype::F32 => self.store_as::<f32>(host, w, rows, width, first_column, read),
         }
     }
 
     fn store_as<T: Weight>(
         &self,
-        host: Host<'_>,
+        host: HostSide<'_>,
         w: &CudaMatrix,
         rows: Range<usize>,
         width: usize,
@@ -105,19 +108,25 @@ impl Packer {
     ///
     /// # Panics
     /// If they pass the end.
-    pub fn fill_rows(&self, host: Host<'_>, w: &CudaMatrix, rows: Range<usize>, fill: &Fill<'_>) -> Result<()> {
+    pub fn fill_rows(&self, host: HostSide<'_>, w: &CudaMatrix, rows: Range<usize>, fill: &FillRows<'_>) -> Result<()> {
         match w.shape.dtype {
-            WeightDtype::Bf16 => self.fill_as::<bf16>(host, w, rows, fill),
-            WeightDtype::F32 => self.fill_as::<f32>(host, w, rows, fill),
+            StorageDtype::Bf16 => self.fill_as::<bf16>(host, w, rows, fill),
+            StorageDtype::F32 => self.fill_as::<f32>(host, w, rows, fill),
         }
     }
 
-    fn fill_as<T: Weight>(&self, host: Host<'_>, w: &CudaMatrix, rows: Range<usize>, fill: &Fill<'_>) -> Result<()> {
+    fn fill_as<T: Weight>(
+        &self,
+        host: HostSide<'_>,
+        w: &CudaMatrix,
+        rows: Range<usize>,
+        fill: &FillRows<'_>,
+    ) -> Result<()> {
         check(w, &rows);
         let (layout, k) = (w.layout(), w.shape.k);
         host.send(w.row(rows.start), rows, layout.stride(), k, &|rows, packed: &mut [T], values| {
             fill(rows, values);
-            T::pack(layout, WeightRows::F32(values), k, 0, packed);
+            T::pack(layout, TensorView::F32(values), k, 0, packed);
         })
     }
 
@@ -134,8 +143,8 @@ impl Packer {
     /// Writes all of `w`, without padding, as float32 to the address `out`.
     pub fn unpack(&self, w: &CudaMatrix, out: sys::CUdeviceptr) -> Result<()> {
         let MatrixShape { n, k, .. } = w.shape;
-        let layout = RowLayout::dense(k);
-        self.copy(w.rows(0), DeviceRows { pointer: out, dtype: WeightDtype::F32, stride: k, layout }, n)
+        let layout = PackedRowLayout::dense(k);
+        self.copy(w.rows(0), DeviceRows { pointer: out, dtype: StorageDtype::F32, stride: k, layout }, n)
     }
 
     /// Copies `count` rows, rounded to nearest even where that is needed.
@@ -153,7 +162,7 @@ impl Packer {
     /// If `rows` pass the end, or an element is outside the rows it was asked for.
     pub fn write_elements(
         &self,
-        host: Host<'_>,
+        host: HostSide<'_>,
         w: &CudaMatrix,
         rows: Range<usize>,
         write: &WriteElements<'_>,
@@ -177,11 +186,11 @@ impl Packer {
     }
 
     /// Writes elements at different places.
-    fn scatter(&self, host: Host<'_>, w: &CudaMatrix, elements: &[[u32; ELEMENT_WORDS]]) -> Result<()> {
+    fn scatter(&self, host: HostSide<'_>, w: &CudaMatrix, elements: &[[u32; ELEMENT_WORDS]]) -> Result<()> {
         if elements.is_empty() {
             return Ok(());
         }
-        let upload = || -> Result<Allocation> {
+        let upload = || -> Result<ArenaAllocation> {
             let memory = self.context.scratch.allocate(size_of_val(elements))?;
             host.staging.copy(elements.as_flattened(), memory.pointer).w()?;
             Ok(memory)
@@ -201,11 +210,11 @@ impl Packer {
     /// Writes elements at different places without any memory of the device.
     fn write_one_by_one(&self, w: &CudaMatrix, elements: &[[u32; ELEMENT_WORDS]]) -> Result<()> {
         elements.iter().try_for_each(|[row, place, bits]| {
-            let at = w.row(*row as usize) + (*place as usize * w.shape.dtype.bytes()) as u64;
+            let at = w.row(*row as usize) + (*place as usize * w.shape.dtype.size()) as u64;
             let value = f32::from_bits(*bits);
             match w.shape.dtype {
-                WeightDtype::Bf16 => self.context.copies.write(at, &[round_bf16(value)]),
-                WeightDtype::F32 => self.context.copies.write(at, &[value]),
+                StorageDtype::Bf16 => self.context.copies.write(at, &[round_bf16(value)]),
+                StorageDtype::F32 => self.context.copies.write(at, &[value]),
             }
         })
     }

@@ -57,14 +57,14 @@ impl<T: DeviceRepr + ValidAsZeroBits + Default + Clone> HostMemory<T> {
 }
 
 /// Memory for one copy at a time.
-pub(super) struct Pinned {
+pub(super) struct PinnedBuffer {
     /// Words, so that it can hold values of any plain type.
     memory: HostMemory<u64>,
     /// Recorded behind the last copy.
     copied: CudaEvent,
 }
 
-impl Pinned {
+impl PinnedBuffer {
     /// A buffer of at least `bytes`.
     ///
     /// # Errors
@@ -79,7 +79,7 @@ impl Pinned {
         self.memory.len() * size_of::<u64>()
     }
 
-    /// The first `len` values, after the last copy has been made. What they are is unspecified.
+    /// The first `len` values, after the last copy has finished. Their content is unspecified.
     ///
     /// # Errors
     /// If the device has failed.
@@ -121,7 +121,7 @@ impl Pinned {
     }
 }
 
-impl Drop for Pinned {
+impl Drop for PinnedBuffer {
     fn drop(&mut self) {
         if let Err(error) = self.wait() {
             tracing::error!("a copy from or to the device has failed: {error}");

@@ -10,8 +10,8 @@ use super::launch::{Launch, rows_grid};
 use super::matrix::CudaMatrix;
 use super::module::{Module, fat_binary};
 use super::staging::Staging;
-use super::tensor::Rows;
-use crate::weights::WeightDtype;
+use super::tensor::TensorRows;
+use crate::values::StorageDtype;
 
 /// The kernels that copy rows by their indices.
 pub(super) struct RowCopies {
@@ -37,10 +37,10 @@ impl RowCopies {
     }
 
     /// `tokens` is the address of the token of each row of `out`.
-    pub fn embed(&self, table: &CudaMatrix, first_token: usize, tokens: u64, out: Rows) -> Result<()> {
+    pub fn embed(&self, table: &CudaMatrix, first_token: usize, tokens: u64, out: TensorRows) -> Result<()> {
         let function = match table.shape.dtype {
-            WeightDtype::Bf16 => &self.embed_bf16,
-            WeightDtype::F32 => &self.embed_f32,
+            StorageDtype::Bf16 => &self.embed_bf16,
+            StorageDtype::F32 => &self.embed_f32,
         };
         let layout = table.layout();
         assert_eq!(table.shape.k, out.width, "columns of an embedding");
@@ -53,7 +53,7 @@ impl RowCopies {
     }
 
     /// `out[i] = x[indices[i]]` for `count` indices at an address.
-    pub fn select(&self, x: Rows, indices: u64, count: usize, out: Rows) -> Result<()> {
+    pub fn select(&self, x: TensorRows, indices: u64, count: usize, out: TensorRows) -> Result<()> {
         assert!(count <= out.rows && x.width == out.width, "{count} rows of {x:?} for {out:?}");
         let mut launch = Launch::of(&self.context.stream, &self.select);
         launch.rows(x).pointer(indices).rows(out).int(out.width);
@@ -65,7 +65,7 @@ impl RowCopies {
     ///
     /// # Panics
     /// If an index is of no row of `x`.
-    pub fn select_listed(&self, staging: &Staging, x: Rows, indices: &[u32], out: Rows) -> Result<()> {
+    pub fn select_listed(&self, staging: &Staging, x: TensorRows, indices: &[u32], out: TensorRows) -> Result<()> {
         assert!(indices.iter().all(|index| (*index as usize) < x.rows), "rows {indices:?} of {}", x.rows);
         let memory = self.context.upload(staging, indices)?;
         self.select(x, memory.pointer, indices.len(), out)
@@ -75,7 +75,7 @@ impl RowCopies {
     ///
     /// # Panics
     /// If an index is of no row of `out`.
-    pub fn add_listed(&self, staging: &Staging, x: Rows, indices: &[u32], out: Rows) -> Result<()> {
+    pub fn add_listed(&self, staging: &Staging, x: TensorRows, indices: &[u32], out: TensorRows) -> Result<()> {
         assert!(indices.iter().all(|index| (*index as usize) < out.rows), "rows {indices:?} of {}", out.rows);
         assert!(indices.len() <= x.rows && x.width == out.width, "{} rows of {x:?} for {out:?}", indices.len());
         let memory = self.context.upload(staging, indices)?;
@@ -86,7 +86,7 @@ impl RowCopies {
     }
 
     /// `out += x`.
-    pub fn add(&self, x: Rows, out: Rows) -> Result<()> {
+    pub fn add(&self, x: TensorRows, out: TensorRows) -> Result<()> {
         assert_eq!((x.rows, x.width), (out.rows, out.width), "rows and widths that are added");
         let mut launch = Launch::of(&self.context.stream, &self.add);
         launch.rows(x).rows(out).int(out.width);

@@ -6,23 +6,23 @@ use std::sync::Arc;
 use candle_core::Result;
 use candle_core::cuda_backend::cudarc::driver::sys;
 
-use super::arena::Allocation;
+use super::arena::ArenaAllocation;
 use super::context::Context;
 
 /// Memory that grows to the most that was asked for, so that a step that repeats allocates nothing. Until it grows it
 /// has one address, also from one release to the next.
-pub(super) struct Scratch {
+pub(super) struct DeviceScratch {
     context: Arc<Context>,
-    held: RefCell<Option<Held>>,
+    held: RefCell<Option<ScratchMemory>>,
 }
 
-struct Held {
+struct ScratchMemory {
     bytes: usize,
-    memory: Allocation,
+    memory: ArenaAllocation,
     is_released: bool,
 }
 
-impl Scratch {
+impl DeviceScratch {
     pub fn new(context: &Arc<Context>) -> Self {
         Self { context: context.clone(), held: RefCell::default() }
     }
@@ -44,7 +44,7 @@ impl Scratch {
         *held = None;
         self.context.moved();
         let memory = self.context.scratch.allocate_for_step(bytes)?;
-        Ok(held.insert(Held { bytes, memory, is_released: false }).memory.pointer)
+        Ok(held.insert(ScratchMemory { bytes, memory, is_released: false }).memory.pointer)
     }
 
     /// Gives the memory back.

@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use candle_core::cuda_backend::cudarc::driver::{CudaStream, DriverError, sys};
 
-use super::pinned::Pinned;
+use super::pinned::PinnedBuffer;
 use crate::cpu::Plain;
 
 /// Buffers in turn: the next is filled while the copy from the one before may still run.
@@ -22,7 +22,7 @@ pub(super) struct Staging {
 
 #[derive(Default)]
 struct State {
-    buffers: [Option<Pinned>; BUFFERS],
+    buffers: [Option<PinnedBuffer>; BUFFERS],
     next: usize,
 }
 
@@ -51,7 +51,7 @@ impl Staging {
         let bytes = len * size_of::<T>();
         let buffer = match place {
             Some(buffer) if buffer.bytes() >= bytes => buffer,
-            _ => place.insert(Pinned::new(context, bytes)?),
+            _ => place.insert(PinnedBuffer::new(context, bytes)?),
         };
         fill(buffer.values(len)?);
         buffer.upload(&self.stream, bytes, to)

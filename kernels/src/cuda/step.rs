@@ -6,55 +6,55 @@ use candle_core::Result;
 use candle_core::cuda_backend::WrapErr;
 use candle_core::cuda_backend::cudarc::driver::sys;
 
-use super::arena::Allocation;
+use super::arena::ArenaAllocation;
 use super::attention::flash::plan::{FlashPlan, is_of_flash};
-use super::attention::plan::AttentionPlan;
+use super::attention::plan::CudaAttentionPlan;
 use super::context::Context;
-use super::sampling::{Counts, Questions};
-use super::scratch::Scratch;
+use super::sampling::{TaskBatch, TaskCounts};
+use super::scratch::DeviceScratch;
 use super::staging::Staging;
 use crate::backend::device::AttentionKernel;
 use crate::step::{AttentionSequence, Padding, RowTasks, StepInput};
 
-/// Slot of a row that nobody reads: nothing is written there. `NO_SLOT` in `cu/kv.cu`.
+/// Slot of a padding row: nothing is written there. `NO_SLOT` in `cu/kv.cu`.
 const NO_SLOT: u32 = u32::MAX;
-/// Least memory for padded steps: it seldom grows then, and what was recorded stays of use.
+/// Least memory for padded steps, so that it seldom grows: graphs are of no use once it has moved.
 const LEAST_BYTES: usize = 64 << 10;
 
-/// What the operators read of a step: all of it in one copy from the host.
+/// The part of a step that operators read, in one copy from the host.
 pub(super) struct CudaStep {
     words: sys::CUdeviceptr,
     /// `None` where the words lie in memory that is kept from one step to the next.
-    _memory: Option<Allocation>,
+    _memory: Option<ArenaAllocation>,
     /// Those of the input, and those that it is padded with.
     pub rows: usize,
     /// Where the words of the plan begin.
     attention: usize,
     /// Of all sequences but those of `flash`.
-    pub plan: AttentionPlan,
+    pub plan: CudaAttentionPlan,
     pub flash: Option<FlashPlan>,
     /// Of a padded step.
     padding: Option<Padding>,
-    questions: Option<Asked>,
+    graph_tasks: Option<GraphTasks>,
 }
 
-/// A question to each row, which a pass answers.
-struct Asked {
+/// One task for each row, which the step's graph answers.
+struct GraphTasks {
     /// Where they begin, in words.
     first: usize,
-    counts: Counts,
+    counts: TaskCounts,
     vocabulary: usize,
 }
 
-/// What the launches of a pass over a step depend on, beside the memory that operators keep: the same on all ranks.
+/// The shape of a step: what its launches depend on, beside the memory that operators keep. The same on all ranks.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) struct Key {
+pub(super) struct GraphKey {
     rows: usize,
     spans: usize,
     /// Whether tasks are answered.
     samples: bool,
-    /// That of [`Padding::kind`].
-    kind: Option<u64>,
+    /// As [`Padding::variant`].
+    variant: Option<u64>,
 }
 
 impl CudaStep {
@@ -71,19 +71,19 @@ impl CudaStep {
         let (of_flash, others): (Vec<_>, Vec<_>) = input.sequences.iter().copied().partition(is_of_flash);
         let flash = FlashPlan::write(&of_flash, &mut words);
         let attention = words.len();
-        let plan = AttentionPlan::write(&others, &mut words);
+        let plan = CudaAttentionPlan::write(&others, &mut words);
         let memory = context.upload(staging, &words)?;
         let (words, _memory) = (memory.pointer, Some(memory));
-        Ok(Self { words, _memory, rows, attention, plan, flash, padding: None, questions: None })
+        Ok(Self { words, _memory, rows, attention, plan, flash, padding: None, graph_tasks: None })
     }
 
-    /// As [`CudaStep::upload`], with rows that nobody reads behind those of the input. The step lasts until the next is
+    /// As [`CudaStep::upload`], with padding rows behind those of the input. The step lasts until the next is
     /// uploaded to the same `memory`.
     ///
     /// # Panics
     /// If a sequence has not one row, or there are more than `rows`.
     pub fn upload_padded(
-        memory: &Scratch,
+        memory: &DeviceScratch,
         staging: &Staging,
         input: &StepInput<'_>,
         rows: usize,
@@ -92,30 +92,30 @@ impl CudaStep {
         let (mut words, vocabulary) = (indices(input, rows), padding.vocabulary);
         // Everything but the block tables, which come last, has its place by the number of rows.
         words.resize(4 * rows, 0);
-        let is_asked_once = |(wanted, i): (&RowTasks, usize)| wanted.row as usize == i && wanted.tasks == (i..i + 1);
-        let all = input.logits.len() == input.tokens.len() && input.logits.iter().zip(0..).all(is_asked_once);
-        let questions = all.then(|| Questions::one_of_each(input.tasks, rows, vocabulary)).flatten();
-        let questions = questions.map(|questions| {
+        let has_one_task = |(wanted, i): (&RowTasks, usize)| wanted.row as usize == i && wanted.tasks == (i..i + 1);
+        let all = input.logits.len() == input.tokens.len() && input.logits.iter().zip(0..).all(has_one_task);
+        let tasks = all.then(|| TaskBatch::one_of_each(input.tasks, rows, vocabulary)).flatten();
+        let graph_tasks = tasks.map(|tasks| {
             let first = words.len();
-            words.extend(questions.words());
-            Asked { first, counts: questions.counts(), vocabulary }
+            words.extend(tasks.words());
+            GraphTasks { first, counts: tasks.counts(), vocabulary }
         });
         let attention = words.len();
-        let plan = AttentionPlan::write_padded(input.sequences, rows, &mut words);
+        let plan = CudaAttentionPlan::write_padded(input.sequences, rows, &mut words);
         let at = memory.take(size_of_val(&words[..]).next_power_of_two().max(LEAST_BYTES))?;
         staging.copy(&words, at).w()?;
-        Ok(Self { words: at, _memory: None, rows, attention, plan, flash: None, padding: Some(padding), questions })
+        Ok(Self { words: at, _memory: None, rows, attention, plan, flash: None, padding: Some(padding), graph_tasks })
     }
 
-    /// What the launches of a pass over a padded step depend on.
-    pub fn key(&self) -> Option<Key> {
-        let Padding { kind, .. } = self.padding?;
-        Some(Key { rows: self.rows, spans: self.plan.spans, samples: self.questions.is_some(), kind })
+    /// The shape of a padded step; `None` for other steps, which have no graphs.
+    pub fn key(&self) -> Option<GraphKey> {
+        let Padding { variant, .. } = self.padding?;
+        Some(GraphKey { rows: self.rows, spans: self.plan.spans, samples: self.graph_tasks.is_some(), variant })
     }
 
-    /// Where the questions are that a pass answers, how many, and about how many logits.
-    pub fn questions(&self) -> Option<(sys::CUdeviceptr, Counts, usize)> {
-        self.questions.as_ref().map(|asked| (self.word(asked.first), asked.counts, asked.vocabulary))
+    /// The address of the tasks that the step's graph answers, their counts, and the number of logits of a row.
+    pub fn graph_tasks(&self) -> Option<(sys::CUdeviceptr, TaskCounts, usize)> {
+        self.graph_tasks.as_ref().map(|tasks| (self.word(tasks.first), tasks.counts, tasks.vocabulary))
     }
 
     /// Address of the token of each row.

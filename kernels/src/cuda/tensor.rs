@@ -8,12 +8,12 @@ use candle_core::cuda_backend::cudarc::driver::{DevicePtr, sys};
 use candle_core::op::BackpropOp;
 use candle_core::{CpuStorage, CudaStorage, InplaceOp1, Layout, Result, Shape, Storage, Tensor, bail};
 
-use super::arena::Allocation;
+use super::arena::ArenaAllocation;
 use crate::activations::Activations;
 
 /// Rows of float32 values in device memory, each contiguous.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Rows {
+pub(super) struct TensorRows {
     pub pointer: sys::CUdeviceptr,
     pub rows: usize,
     pub width: usize,
@@ -36,16 +36,16 @@ pub(super) fn pointer(t: &Tensor) -> Result<sys::CUdeviceptr> {
 }
 
 /// The rows of a 2-dimensional tensor with contiguous rows.
-pub(super) fn rows(t: &Tensor) -> Result<Rows> {
+pub(super) fn rows(t: &Tensor) -> Result<TensorRows> {
     let (rows, width) = t.dims2()?;
     match t.stride() {
-        [stride, 1] => Ok(Rows { pointer: pointer(t)?, rows, width, stride: *stride }),
+        [stride, 1] => Ok(TensorRows { pointer: pointer(t)?, rows, width, stride: *stride }),
         stride => bail!("rows must be contiguous, the strides are {stride:?}"),
     }
 }
 
 /// A tensor `[rows, width]` over an allocation, which goes back to its arena when the activations are dropped.
-pub(super) fn over(device: &CandleDevice, allocation: Allocation, shape: impl Into<Shape>) -> Result<Activations> {
+pub(super) fn over(device: &CandleDevice, allocation: ArenaAllocation, shape: impl Into<Shape>) -> Result<Activations> {
     let shape = shape.into();
     let len = shape.elem_count();
     // SAFETY: the allocation has as many bytes, and `Lent` takes the slice out of the tensor before the memory goes.
@@ -60,7 +60,7 @@ pub(super) fn over(device: &CandleDevice, allocation: Allocation, shape: impl In
 /// is none, the tensor (some hundred bytes of the host) is never dropped.
 struct Lent {
     tensor: ManuallyDrop<Tensor>,
-    _allocation: Allocation,
+    _allocation: ArenaAllocation,
 }
 
 impl Drop for Lent {

@@ -6,9 +6,9 @@ use candle_core::Result;
 use candle_core::cuda_backend::cudarc::driver::{CudaContext, CudaFunction, CudaStream, sys};
 
 use super::launch::{Launch, grid};
-use super::layout::{DeviceRows, RowLayout};
+use super::layout::{DeviceRows, PackedRowLayout};
 use super::module::{Module, fat_binary};
-use crate::weights::{Dtype, WeightDtype};
+use crate::values::{Dtype, StorageDtype};
 
 /// Threads of a block.
 const THREADS: usize = 128;
@@ -23,16 +23,12 @@ pub(super) struct CopiedRows {
     pub dtype: Dtype,
     /// Values from the start of a row to that of the next.
     pub stride: usize,
-    pub layout: RowLayout,
+    pub layout: PackedRowLayout,
 }
 
 impl From<DeviceRows> for CopiedRows {
     fn from(DeviceRows { pointer, dtype, stride, layout }: DeviceRows) -> Self {
-        let dtype = match dtype {
-            WeightDtype::Bf16 => Dtype::Bf16,
-            WeightDtype::F32 => Dtype::F32,
-        };
-        Self { pointer, dtype, stride, layout }
+        Self { pointer, dtype: dtype.into(), stride, layout }
     }
 }
 
@@ -64,8 +60,8 @@ impl WeightRowCopies {
             Dtype::F32 => &self.functions[2],
         };
         let function = match to.dtype {
-            WeightDtype::Bf16 => &functions[0],
-            WeightDtype::F32 => &functions[1],
+            StorageDtype::Bf16 => &functions[0],
+            StorageDtype::F32 => &functions[1],
         };
         let mut launch = Launch::of(stream, function);
         for rows in [from, to.into()] {

@@ -42,7 +42,7 @@ enum Statm {
     /// All that is mapped.
     Size = 0,
     Resident = 1,
-    /// What is mapped private and writable: heap, stacks, anonymous memory.
+    /// Private writable mappings: heap, stacks, anonymous memory.
     Data = 5,
 }
 

@@ -1,5 +1,5 @@
-//! What happens in the host's memory, whatever the device: files and streams come there, and the values of a rank's
-//! tensors go through it where ranks have no faster way to each other.
+//! Host memory, which every device uses: files and streams arrive there, and ranks without a faster connection exchange
+//! the values of their tensors through it.
 
 pub mod memory;
 
@@ -8,14 +8,14 @@ use candle_core::quantized::GgmlDType;
 use crate::cpu::{self, Isa};
 pub use crate::cpu::{StoredBits, first_saturated};
 pub use crate::tensor::{with_f32, with_f32_mut};
-use crate::weights::{Dtype, WeightDtype, WeightRows};
+use crate::values::{Dtype, StorageDtype, TensorView};
 
 /// De-quantises blocks as a GGUF file has them, at any address; one thread. `out` gets the values as a matrix of
 /// `precision` would hold them.
 ///
 /// # Panics
 /// If `blocks` are not the bytes of as many values as `out` has.
-pub fn dequantise(dtype: GgmlDType, blocks: &[u8], precision: WeightDtype, out: &mut [f32]) {
+pub fn dequantise(dtype: GgmlDType, blocks: &[u8], precision: StorageDtype, out: &mut [f32]) {
     cpu::dequantise(Isa::detect(), dtype, blocks, precision, out);
 }
 
@@ -23,7 +23,7 @@ pub fn dequantise(dtype: GgmlDType, blocks: &[u8], precision: WeightDtype, out: 
 ///
 /// # Panics
 /// If `out` has another length.
-pub fn to_f32(values: WeightRows<'_>, dtype: WeightDtype, out: &mut [f32]) {
+pub fn to_f32(values: TensorView<'_>, dtype: StorageDtype, out: &mut [f32]) {
     cpu::to_f32(values, dtype, out);
 }
 

@@ -1,4 +1,4 @@
-//! Definitions over rows. What each does is said at [`Ops`](crate::Ops).
+//! Definitions over rows. [`Ops`](crate::Ops) documents each.
 
 use super::storage::{RowMajor, Slots};
 use crate::cpu::{Rows, RowsMut};

@@ -11,7 +11,7 @@ use super::sampling::answer;
 use super::storage::{RowMajor, Slots};
 use crate::backend::operators::OpsImpl;
 use crate::backend::storage::MatrixImpl;
-use crate::buffer::Buffer;
+use crate::buffer::DeviceBuffer;
 use crate::kv_cache::KvCache;
 use crate::kv_layout::BlockCopy;
 use crate::matrix::Matrix;
@@ -20,12 +20,13 @@ use crate::merge::{LoraDelta, LowRank, MergeBase, WeightChange};
 use crate::sampling::{Sampled, SampledTokens};
 use crate::step::{AttentionShape, Step, StepInput};
 use crate::tensor::{rows, rows_mut, with_f32, with_f32_mut};
-use crate::weights::{Dtype, ReadRows, RowBits, WriteElements};
+use crate::values::Dtype;
+use crate::weights::{ReadRows, WriteElements};
 
 /// All operators, without any state.
 pub(super) struct ReferenceOps;
 
-fn values(buffer: &Buffer) -> Result<Vec<f32>> {
+fn values(buffer: &DeviceBuffer) -> Result<Vec<f32>> {
     buffer.read(0..buffer.len())
 }
 
@@ -46,7 +47,7 @@ impl OpsImpl for ReferenceOps {
         })
     }
 
-    fn linear(&self, x: &Tensor, w: &Matrix, bias: Option<&Buffer>, out: &Tensor) -> Result<()> {
+    fn linear(&self, x: &Tensor, w: &Matrix, bias: Option<&DeviceBuffer>, out: &Tensor) -> Result<()> {
         let bias = bias.map(values).transpose()?;
         rows(x, |x| rows_mut(out, |out| operators::linear(x, w.storage(), bias.as_deref(), out)))?
     }
@@ -55,7 +56,7 @@ impl OpsImpl for ReferenceOps {
         &self,
         x: &Tensor,
         w: &Matrix,
-        bias: Option<&Buffer>,
+        bias: Option<&DeviceBuffer>,
         gate_up: &Tensor,
         out: &Tensor,
     ) -> Result<()> {
@@ -67,7 +68,7 @@ impl OpsImpl for ReferenceOps {
         rows(gate_up, |gate_up| rows_mut(out, |out| operators::silu_mul(gate_up, out)))?
     }
 
-    fn rms_norm(&self, x: &Tensor, weight: &Buffer, eps: f32, out: &Tensor) -> Result<()> {
+    fn rms_norm(&self, x: &Tensor, weight: &DeviceBuffer, eps: f32, out: &Tensor) -> Result<()> {
         let weight = values(weight)?;
         rows(x, |x| rows_mut(out, |out| operators::rms_norm(x, &weight, eps, out)))?
     }
@@ -76,8 +77,8 @@ impl OpsImpl for ReferenceOps {
         &self,
         residual: &Tensor,
         x: &Tensor,
-        bias: Option<&Buffer>,
-        weight: &Buffer,
+        bias: Option<&DeviceBuffer>,
+        weight: &DeviceBuffer,
         eps: f32,
         out: &Tensor,
     ) -> Result<()> {
@@ -89,12 +90,12 @@ impl OpsImpl for ReferenceOps {
         })?
     }
 
-    fn rms_norm_heads(&self, x: &Tensor, weight: &Buffer, eps: f32) -> Result<()> {
+    fn rms_norm_heads(&self, x: &Tensor, weight: &DeviceBuffer, eps: f32) -> Result<()> {
         let weight = values(weight)?;
         rows_mut(x, |x| operators::head_rms_norm(x, &weight, eps))
     }
 
-    fn rope(&self, x: &Tensor, head_dim: usize, step: &Step<'_>, cos: &Buffer, sin: &Buffer) -> Result<()> {
+    fn rope(&self, x: &Tensor, head_dim: usize, step: &Step<'_>, cos: &DeviceBuffer, sin: &DeviceBuffer) -> Result<()> {
         let (cos, sin) = (values(cos)?, values(sin)?);
         rows_mut(x, |x| operators::rope(x, head_dim, step.input().positions, &cos, &sin))
     }
@@ -188,7 +189,7 @@ impl OpsImpl for ReferenceOps {
         let mut merged = vec![0.0; merge.rows.len() * columns.len()];
         match &merge.base {
             MergeBase::Read(read) => read(merge.rows.clone(), columns.clone(), &mut merged),
-            MergeBase::Matrix(base) => base.read_rows(0, RowBits::F32(&mut merged)),
+            MergeBase::Matrix(base) => base.read_f32(0, &mut merged),
             MergeBase::WholeRows(base) => {
                 let len = merged.len();
                 with_f32(base, |base| merged.copy_from_slice(&base[..len]))?;
@@ -212,7 +213,7 @@ impl OpsImpl for ReferenceOps {
 
     fn unpack(&self, w: &Matrix, out: &Tensor) -> Result<()> {
         let stored: &RowMajor = w.storage();
-        with_f32_mut(out, |values| stored.read_rows(0, RowBits::F32(values)))
+        with_f32_mut(out, |values| stored.read_f32(0, values))
     }
 
     fn run_on_host(&self, tasks: usize, task: &(dyn Fn(usize) + Sync)) {
@@ -225,7 +226,7 @@ impl OpsImpl for ReferenceOps {
 /// Applies a change to the values of a row from column `first` on.
 fn apply(change: &WeightChange, row: usize, first: usize, values: &mut [f32]) {
     if let Some(replacement) = &change.replacement {
-        replacement.values.read(row * replacement.cols + first, values);
+        replacement.values.read_f32(row * replacement.cols + first, values);
     }
     match &change.delta {
         None => {}

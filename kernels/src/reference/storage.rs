@@ -1,11 +1,14 @@
 //! Weights and KV as float32 values, row by row.
 
+use std::ops::Range;
+
 use half::bf16;
 
 use crate::backend::storage::{KvCacheImpl, MatrixImpl};
 use crate::cpu::Rows;
-use crate::kv_layout::{BlockCopy, KvDtype, KvLayout};
-use crate::weights::{MatrixShape, RowBits, WeightDtype, WeightRows};
+use crate::kv_layout::{BlockCopy, KvLayout};
+use crate::values::{StorageDtype, TensorData, TensorView};
+use crate::weights::MatrixShape;
 
 /// A value as bfloat16 or float32 holds it.
 fn stored(x: f32, is_bf16: bool) -> f32 {
@@ -30,16 +33,16 @@ impl RowMajor {
     /// Rounds `value` to the matrix's type.
     pub fn set(&mut self, row: usize, column: usize, value: f32) {
         assert!(column < self.shape.k, "column {column} of {}", self.shape.k);
-        self.values[row * self.shape.k + column] = stored(value, self.shape.dtype == WeightDtype::Bf16);
+        self.values[row * self.shape.k + column] = stored(value, self.shape.dtype == StorageDtype::Bf16);
     }
 }
 
 impl MatrixImpl for RowMajor {
-    fn write_columns(&mut self, row0: usize, rows: WeightRows<'_>, width: usize, first_column: usize) {
+    fn write_columns(&mut self, row0: usize, rows: TensorView<'_>, width: usize, first_column: usize) {
         let value = |i: usize| match rows {
-            WeightRows::Bf16(values) => values[i].to_f32(),
-            WeightRows::F16(values) => values[i].to_f32(),
-            WeightRows::F32(values) => values[i],
+            TensorView::Bf16(values) => values[i].to_f32(),
+            TensorView::F16(values) => values[i].to_f32(),
+            TensorView::F32(values) => values[i],
         };
         assert!(rows.len().is_multiple_of(width), "{} values are no whole rows of {width}", rows.len());
         for row in 0..rows.len() / width {
@@ -49,15 +52,16 @@ impl MatrixImpl for RowMajor {
         }
     }
 
-    fn read_rows(&self, row0: usize, out: RowBits<'_>) {
-        let values = &self.values[row0 * self.shape.k..][..out.len()];
-        match out {
-            RowBits::F32(out) => out.copy_from_slice(values),
-            RowBits::Bf16(out) => {
-                assert_eq!(self.shape.dtype, WeightDtype::Bf16, "a float32 matrix cannot be read as bfloat16");
-                out.iter_mut().zip(values).for_each(|(out, x)| *out = bf16::from_f32(*x));
-            }
+    fn read_rows(&self, rows: Range<usize>) -> TensorData<'static> {
+        let values = &self.values[rows.start * self.shape.k..rows.end * self.shape.k];
+        match self.shape.dtype {
+            StorageDtype::Bf16 => TensorData::Bf16(values.iter().map(|x| bf16::from_f32(*x)).collect()),
+            StorageDtype::F32 => TensorData::F32(values.to_vec().into()),
         }
+    }
+
+    fn read_f32(&self, row0: usize, out: &mut [f32]) {
+        out.copy_from_slice(&self.values[row0 * self.shape.k..][..out.len()]);
     }
 }
 
@@ -84,7 +88,7 @@ impl Slots {
 
     /// Stores the rows of `k` and `v` in `slots`, rounded to the cache's type.
     pub fn write(&mut self, k: Rows<'_>, v: Rows<'_>, slots: &[u32]) {
-        let (width, is_bf16) = (self.width(), self.layout.dtype == KvDtype::Bf16);
+        let (width, is_bf16) = (self.width(), self.layout.dtype == StorageDtype::Bf16);
         for (row, slot) in slots.iter().enumerate() {
             let at = *slot as usize * width;
             for (i, (k, v)) in k.row(row).iter().zip(v.row(row)).enumerate() {

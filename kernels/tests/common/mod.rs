@@ -8,8 +8,8 @@ use half::bf16;
 pub use random::Random;
 use rollout_kernels::cpu::Isa;
 use rollout_kernels::{
-    Activations, AttentionSequence, Backend, BlockCopy, Device, DeviceOptions, KvDtype, Ops, StepInput, TokenLogprobs,
-    WeightDtype,
+    Activations, AttentionSequence, Backend, BlockCopy, Device, DeviceOptions, Ops, StepInput, StorageDtype,
+    TokenLogprobs,
 };
 
 /// A step without rows.
@@ -78,8 +78,8 @@ pub fn values_of(tensor: &Tensor) -> Vec<f32> {
 }
 
 /// A value as a matrix of this type holds it.
-pub fn stored(x: f32, dtype: WeightDtype) -> f32 {
-    if dtype == WeightDtype::Bf16 { bf16::from_f32(x).to_f32() } else { x }
+pub fn stored(x: f32, dtype: StorageDtype) -> f32 {
+    if dtype == StorageDtype::Bf16 { bf16::from_f32(x).to_f32() } else { x }
 }
 
 /// `found` is within `tolerance`, relative to `expected` where that is above 1.
@@ -110,7 +110,7 @@ pub struct Case {
     pub head_dim: usize,
     pub block_size: usize,
     pub blocks: usize,
-    pub dtype: KvDtype,
+    pub dtype: StorageDtype,
     pub window: Option<usize>,
     /// Of both sequences.
     pub rows: usize,
@@ -154,7 +154,7 @@ impl Case {
             head_dim,
             block_size,
             blocks,
-            dtype: [KvDtype::Bf16, KvDtype::F32][random.below(2)],
+            dtype: [StorageDtype::Bf16, StorageDtype::F32][random.below(2)],
             window: (random.below(2) == 0).then(|| random.between(1, 150)),
             rows,
             q: random.normals(rows * heads * head_dim, 1.0),

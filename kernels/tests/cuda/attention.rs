@@ -2,20 +2,20 @@
 
 use std::ops::Range;
 
-use rollout_kernels::{AttentionSequence, AttentionShape, BlockCopy, KvCache, KvDtype, KvLayout, StepInput};
+use rollout_kernels::{AttentionSequence, AttentionShape, BlockCopy, KvCache, KvLayout, StepInput, StorageDtype};
 
 use crate::common::{NOTHING, Random, Rank, cuda, values_of};
 
 /// Longer than one span of positions, and than two.
 const LENGTHS: [usize; 3] = [300, 30, 530];
 
-/// What layers there are: KV heads, query heads of each, dimensions and the window.
-const LAYERS: [(KvDtype, usize, usize, usize, Option<usize>); 5] = [
-    (KvDtype::Bf16, 2, 3, 16, None),
-    (KvDtype::Bf16, 1, 7, 64, Some(290)),
-    (KvDtype::Bf16, 1, 1, 128, Some(40)),
-    (KvDtype::F32, 2, 2, 32, None),
-    (KvDtype::F32, 1, 20, 16, Some(40)),
+/// Layers: KV heads, query heads of each, dimensions and the window.
+const LAYERS: [(StorageDtype, usize, usize, usize, Option<usize>); 5] = [
+    (StorageDtype::Bf16, 2, 3, 16, None),
+    (StorageDtype::Bf16, 1, 7, 64, Some(290)),
+    (StorageDtype::Bf16, 1, 1, 128, Some(40)),
+    (StorageDtype::F32, 2, 2, 32, None),
+    (StorageDtype::F32, 1, 20, 16, Some(40)),
 ];
 
 /// One layer with its cache.

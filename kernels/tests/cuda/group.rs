@@ -5,8 +5,8 @@ use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::{Barrier, Mutex, MutexGuard, PoisonError};
 
 use rollout_kernels::{
-    Activations, AllReduce, AttentionSequence, Backend, Device, DeviceOptions, Devices, Group, Matrix, MatrixShape,
-    Membership, Ops, Padding, StepInput, WeightDtype, WeightRows,
+    Activations, AllReduce, AttentionSequence, Backend, Device, DeviceOptions, Devices, HostCollective, Matrix,
+    MatrixShape, Membership, Ops, Padding, RankGroup, StepInput, StorageDtype, TensorView,
 };
 
 use crate::common::{NOTHING, Random, values_of};
@@ -20,15 +20,15 @@ fn alone() -> MutexGuard<'static, ()> {
     ALONE.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// What `body` gives on each rank of a group.
-fn on_ranks<T: Send>(world: usize, all_reduce: AllReduce, body: impl Fn(&Device, &Group) -> T + Sync) -> Vec<T> {
+/// The results of `body` on each rank of a group.
+fn on_ranks<T: Send>(world: usize, all_reduce: AllReduce, body: impl Fn(&Device, &RankGroup) -> T + Sync) -> Vec<T> {
     let devices = Devices::open(Backend::Cuda, world, &DeviceOptions::default()).unwrap();
     let id = devices.of_rank(0).group_id().unwrap().expect("a GPU is not reached through the host");
     std::thread::scope(|scope| {
         let (devices, body) = (&devices, &body);
         let run = |rank| {
             let device = devices.of_rank(rank);
-            let group = device.join(&Membership { id, rank, world, all_reduce }).unwrap();
+            let group = device.join(&Membership { id, rank, world }, all_reduce).unwrap();
             body(device, &group)
         };
         let threads: Vec<_> = (0..world).map(|rank| scope.spawn(move || run(rank))).collect();
@@ -139,40 +139,53 @@ fn the_library_adds_the_same_numbers() {
     assert!(sums.iter().all(|sum| *sum == [6.0, 2.0, -4.0]), "{sums:?}");
 }
 
-/// The least of what the ranks of a group say.
-struct Accord {
-    said: Vec<AtomicU32>,
+/// An all-reduce of a minimum over the ranks of a group, on the host.
+struct HostGroup {
+    values: Vec<AtomicU32>,
     barrier: Barrier,
 }
 
-impl Accord {
-    fn new(world: usize) -> Self {
-        Self { said: (0..world).map(|_| AtomicU32::new(0)).collect(), barrier: Barrier::new(world) }
+/// One rank's end of a [`HostGroup`].
+struct HostRank<'a>(&'a HostGroup, usize);
+
+impl HostCollective for HostRank<'_> {
+    fn world(&self) -> usize {
+        self.0.values.len()
     }
 
-    fn least(&self, rank: usize, mine: u32) -> u32 {
-        self.said[rank].store(mine, Ordering::SeqCst);
+    fn all_reduce_min(&self, mine: u32) -> u32 {
+        self.0.all_reduce_min(self.1, mine)
+    }
+}
+
+impl HostGroup {
+    fn new(world: usize) -> Self {
+        Self { values: (0..world).map(|_| AtomicU32::new(0)).collect(), barrier: Barrier::new(world) }
+    }
+
+    fn all_reduce_min(&self, rank: usize, mine: u32) -> u32 {
+        self.values[rank].store(mine, Ordering::SeqCst);
         self.barrier.wait();
-        let least = self.said.iter().map(|said| said.load(Ordering::SeqCst)).min();
+        let min = self.values.iter().map(|value| value.load(Ordering::SeqCst)).min();
         self.barrier.wait();
-        least.expect("there are ranks")
+        min.expect("there are ranks")
     }
 }
 
 const WIDTH: usize = 64;
 const VOCAB: usize = 30;
-const PADDING: Padding = Padding { most_rows: 64, vocabulary: VOCAB, kind: None };
+const PADDING: Padding = Padding { most_rows: 64, vocabulary: VOCAB, variant: None };
 
-/// What a rank has for a token: small integers, so that their sums are exact.
+/// A token's embedding on a rank: small integers, so that their sums are exact.
 fn embedding(rank: usize, token: u32) -> Vec<f32> {
     (0..WIDTH).map(|i| ((token as usize * 7 + i * (rank + 3)) % 101) as f32).collect()
 }
 
-/// A rank whose passes sum what all ranks have for some tokens.
+/// A rank whose steps sum the values that all ranks have for some tokens.
 struct Summing<'a> {
     device: &'a Device,
-    group: &'a Group,
-    accord: &'a Accord,
+    group: &'a RankGroup,
+    host: &'a HostGroup,
     ops: Ops,
     table: Matrix,
     square: Matrix,
@@ -180,17 +193,17 @@ struct Summing<'a> {
 }
 
 impl<'a> Summing<'a> {
-    fn new(device: &'a Device, group: &'a Group, accord: &'a Accord) -> Self {
+    fn new(device: &'a Device, group: &'a RankGroup, host: &'a HostGroup) -> Self {
         let zeros = |dtype, n| device.zeros(MatrixShape { dtype, n, k: WIDTH, leaves: 1 }).unwrap();
-        let (mut table, square) = (zeros(WeightDtype::F32, VOCAB), zeros(WeightDtype::Bf16, WIDTH));
+        let (mut table, square) = (zeros(StorageDtype::F32, VOCAB), zeros(StorageDtype::Bf16, WIDTH));
         let values: Vec<f32> = (0..VOCAB as u32).flat_map(|token| embedding(group.rank(), token)).collect();
-        table.write_rows(0, WeightRows::F32(&values));
+        table.write_rows(0, TensorView::F32(&values));
         let (ops, out) = (device.ops(), device.activations(PADDING.most_rows, WIDTH).unwrap());
-        Self { device, group, accord, ops, table, square, out }
+        Self { device, group, host, ops, table, square, out }
     }
 
-    /// The sums, and whether the pass' operators were called.
-    fn pass(&self, tokens: &[u32]) -> (Vec<f32>, bool) {
+    /// The sums of one step, and whether its operators were called.
+    fn step(&self, tokens: &[u32]) -> (Vec<f32>, bool) {
         let sequence = |first_row| AttentionSequence { first_row, rows: 1, start_position: 0, block_table: &[0] };
         let sequences: Vec<_> = (0..tokens.len()).map(sequence).collect();
         let step = self.ops.prepare_padded(StepInput { tokens, sequences: &sequences, ..NOTHING }, PADDING).unwrap();
@@ -201,8 +214,8 @@ impl<'a> Summing<'a> {
             self.ops.embed(&self.table, 0, &step, &out)?;
             self.group.all_reduce_sum(&out)
         };
-        let least = |mine| self.accord.least(self.group.rank(), mine);
-        self.ops.pass::<candle_core::Error>(&step, Some(&least), launches).unwrap();
+        let ranks = HostRank(self.host, self.group.rank());
+        self.ops.capture_or_replay::<candle_core::Error>(&step, &ranks, launches).unwrap();
         (values_of(&self.out.narrow(0, 0, tokens.len()).unwrap()), is_called)
     }
 
@@ -214,38 +227,38 @@ impl<'a> Summing<'a> {
 }
 
 #[test]
-fn ranks_record_and_repeat_passes_together_whatever_happens_to_one_of_them() {
+fn ranks_capture_and_replay_together_whatever_happens_to_one_of_them() {
     let _alone = alone();
     for (seed, world) in WORLDS.into_iter().enumerate() {
         println!("seed {seed}, {world} ranks");
-        let accord = Accord::new(world);
+        let host = HostGroup::new(world);
         let called = on_ranks(world, AllReduce::Tree, |device, group| {
-            let rank = Summing::new(device, group, &accord);
+            let rank = Summing::new(device, group, &host);
             // All ranks draw the same.
             let mut random = Random::new(seed as u64);
             let mut one = |i: usize| {
                 let (event, is_mine) = (random.below(12), random.below(world) == group.rank());
                 match event {
-                    0 if is_mine => rank.ops.forget_passes(),
+                    0 if is_mine => rank.ops.drop_graphs(),
                     1 if is_mine => rank.grow(2000 + 500 * i),
                     _ => {}
                 }
                 let rows = [1, 2, 3, 7][random.below(4)];
                 let tokens: Vec<u32> = (0..rows).map(|_| random.below(VOCAB) as u32).collect();
-                let (found, is_called) = rank.pass(&tokens);
+                let (found, is_called) = rank.step(&tokens);
                 let of_ranks = |token: u32| (0..world).map(move |rank| embedding(rank, token));
                 let sum = |a: Vec<f32>, b: Vec<f32>| a.iter().zip(b).map(|(a, b)| a + b).collect();
                 let expected = tokens.iter().flat_map(|token| of_ranks(*token).reduce(sum).unwrap());
-                assert!(found == expected.collect::<Vec<f32>>(), "pass {i}");
-                assert!(is_called || event > 1, "pass {i}: what one rank has lost is repeated");
+                assert!(found == expected.collect::<Vec<f32>>(), "step {i}");
+                assert!(is_called || event > 1, "step {i}: a graph that one rank has lost is replayed");
                 is_called
             };
             (0..80).map(&mut one).collect::<Vec<_>>()
         });
-        let repeated = called[0].iter().filter(|is_called| !**is_called).count();
-        println!("{repeated} passes were repeated");
+        let replayed = called[0].iter().filter(|is_called| !**is_called).count();
+        println!("{replayed} steps were replayed");
         assert!(called.iter().all(|of_rank| *of_rank == called[0]), "ranks that do not the same: {called:?}");
-        assert!(repeated > 5);
+        assert!(replayed > 5);
     }
 }
 

@@ -1,11 +1,11 @@
 //! Linear layers.
 
 use candle_core::Tensor;
-use rollout_kernels::{Buffer, Matrix, MatrixShape, WeightDtype, WeightRows};
+use rollout_kernels::{DeviceBuffer, Matrix, MatrixShape, StorageDtype, TensorView};
 
 use crate::common::{Random, Rank, cuda, values_of};
 
-const DTYPES: [WeightDtype; 2] = [WeightDtype::Bf16, WeightDtype::F32];
+const DTYPES: [StorageDtype; 2] = [StorageDtype::Bf16, StorageDtype::F32];
 /// Around the rows of each tile.
 const ROWS: [usize; 8] = [1, 2, 5, 16, 17, 64, 100, 130];
 
@@ -13,11 +13,11 @@ const ROWS: [usize; 8] = [1, 2, 5, 16, 17, 64, 100, 130];
 fn shard(rank: &Rank, shape: MatrixShape, weights: &[f32], width: usize, first_column: usize) -> Matrix {
     let mut matrix = rank.device.zeros(shape).unwrap();
     let rows = weights.chunks_exact(width).flat_map(|row| &row[first_column..first_column + shape.k]);
-    matrix.write_rows(0, WeightRows::F32(&rows.copied().collect::<Vec<_>>()));
+    matrix.write_rows(0, TensorView::F32(&rows.copied().collect::<Vec<_>>()));
     matrix
 }
 
-fn product(rank: &Rank, x: &Tensor, w: &Matrix, bias: Option<&Buffer>) -> Vec<f32> {
+fn product(rank: &Rank, x: &Tensor, w: &Matrix, bias: Option<&DeviceBuffer>) -> Vec<f32> {
     let out = rank.zeros(x.dims()[0], w.n());
     rank.ops.linear(x, w, bias, &out).unwrap();
     values_of(&out)

@@ -5,8 +5,8 @@ mod attention;
 #[path = "../common/mod.rs"]
 #[allow(dead_code, reason = "the tests of all devices use the rest of it")]
 mod common;
+mod graphs;
 mod group;
 mod linear;
 mod merge;
-mod passes;
 mod sampling;

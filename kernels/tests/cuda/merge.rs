@@ -3,12 +3,12 @@
 use half::{bf16, f16};
 use rollout_kernels::{
     Backend, DeviceOptions, Dtype, LoraDelta, LowRank, MAX_LEAVES, Magnitude, Matrix, MatrixShape, Merge, MergeBase,
-    Replacement, RowBits, StoredValues, WeightChange, WeightDtype, WeightRows,
+    Replacement, StorageDtype, TensorData, TensorView, WeightChange,
 };
 
 use crate::common::{Random, Rank, cuda, stored, values_of};
 
-const DTYPES: [WeightDtype; 2] = [WeightDtype::Bf16, WeightDtype::F32];
+const DTYPES: [StorageDtype; 2] = [StorageDtype::Bf16, StorageDtype::F32];
 
 fn cpu() -> Rank {
     let device = Backend::Cpu.open(&DeviceOptions { threads: 2, ..DeviceOptions::default() }).unwrap();
@@ -18,7 +18,7 @@ fn cpu() -> Rank {
 /// The bits of all values of a matrix.
 fn bits(matrix: &Matrix) -> Vec<u32> {
     let mut values = vec![f32::NAN; matrix.n() * matrix.k()];
-    matrix.read_rows(0, RowBits::F32(&mut values));
+    matrix.read_f32(0, &mut values);
     values.into_iter().map(f32::to_bits).collect()
 }
 
@@ -40,7 +40,7 @@ struct Weight {
 }
 
 impl Weight {
-    fn new(random: &mut Random, dtype: WeightDtype, most_rows: usize, most_cols: usize) -> Self {
+    fn new(random: &mut Random, dtype: StorageDtype, most_rows: usize, most_cols: usize) -> Self {
         let (rows, cols) = (random.between(1, most_rows), random.between(1, most_cols));
         let start = random.below(cols);
         let columns = [0..cols, start..random.between(start + 1, cols)][random.below(2)].clone();
@@ -70,7 +70,7 @@ impl Weight {
         let mut found = vec![merge(MergeBase::Read(&read)), merge(MergeBase::WholeRows(&whole))];
         if self.columns == (0..self.cols) || !change.needs_whole_rows() {
             let mut copy = rank.device.zeros(MatrixShape { n: self.rows, leaves: 1, ..self.shape }).unwrap();
-            copy.write_columns(0, WeightRows::F32(&self.base), self.cols, self.columns.start);
+            copy.write_columns(0, TensorView::F32(&self.base), self.cols, self.columns.start);
             found.push(merge(MergeBase::Matrix(&copy)));
         }
         found
@@ -99,9 +99,9 @@ impl Weight {
     fn replacement(&self, random: &mut Random) -> Option<Replacement> {
         let values = random.normals(self.rows * self.cols, 1.0);
         let values = match (self.shape.dtype, random.below(3)) {
-            (WeightDtype::Bf16, _) | (_, 0) => StoredValues::Bf16(values.into_iter().map(bf16::from_f32).collect()),
-            (_, 1) => StoredValues::F16(values.into_iter().map(f16::from_f32).collect()),
-            _ => StoredValues::F32(values),
+            (StorageDtype::Bf16, _) | (_, 0) => TensorData::Bf16(values.into_iter().map(bf16::from_f32).collect()),
+            (_, 1) => TensorData::F16(values.into_iter().map(f16::from_f32).collect()),
+            _ => TensorData::F32(values.into()),
         };
         Some(Replacement { values, cols: self.cols })
     }
@@ -169,7 +169,7 @@ fn an_adapter_of_zeros_gives_the_bits_of_the_base_and_every_merge_those_of_the_f
         let base = weight.base.chunks_exact(weight.cols).flat_map(|row| &row[weight.columns.clone()]);
         let mut w = cuda.device.zeros(weight.shape).unwrap();
         let mut copy = cuda.device.zeros(MatrixShape { n: weight.rows, ..weight.shape }).unwrap();
-        copy.write_rows(0, WeightRows::F32(&base.copied().collect::<Vec<_>>()));
+        copy.write_rows(0, TensorView::F32(&base.copied().collect::<Vec<_>>()));
         let mut merged = |change| {
             let (columns, width) = (weight.columns.clone(), weight.cols);
             let base = MergeBase::Matrix(&copy);
@@ -208,19 +208,15 @@ fn columns_of_any_width_are_those_of_the_cpu() {
             let halves: Vec<u16> = values.iter().map(|bits| (bits >> 16) as u16).collect();
             let bf16s: Vec<bf16> = halves.iter().map(|bits| bf16::from_bits(*bits)).collect();
             let f16s: Vec<f16> = halves.iter().map(|bits| f16::from_bits(*bits)).collect();
-            let rows = [WeightRows::F32(&f32s), WeightRows::Bf16(&bf16s), WeightRows::F16(&f16s)][random.below(3)];
+            let rows = [TensorView::F32(&f32s), TensorView::Bf16(&bf16s), TensorView::F16(&f16s)][random.below(3)];
             for matrix in [&mut found, &mut expected] {
                 matrix.write_columns(row0, rows, width, first_column);
             }
             assert!(bits(&found) == bits(&expected), "seed {seed}: {shape:?}");
         }
-        if dtype == WeightDtype::Bf16 {
-            let halves = [&found, &expected].map(|matrix| {
-                let mut values = vec![bf16::ZERO; n * k];
-                matrix.read_rows(0, RowBits::Bf16(&mut values));
-                values.into_iter().map(bf16::to_bits).collect::<Vec<_>>()
-            });
-            assert!(halves[0] == halves[1], "seed {seed}: {shape:?}");
+        if dtype == StorageDtype::Bf16 {
+            let [found, expected] = [&found, &expected].map(|matrix| matrix.read_rows(0..n).to_le_bytes());
+            assert!(found == expected, "seed {seed}: {shape:?}");
         }
     }
 }
@@ -242,7 +238,7 @@ fn rows_and_elements_that_operators_move_are_those_of_the_cpu() {
             (0..40).map(|i| (random.below(n), random.below(k.min(9)), i as f32 / 3.0)).collect();
         let run = |rank: &Rank| {
             let [mut w, mut copy] = [shape, other].map(|shape| rank.device.zeros(shape).unwrap());
-            let all = |rows: std::ops::Range<usize>| WeightRows::F32(&values[rows.start * k..rows.end * k]);
+            let all = |rows: std::ops::Range<usize>| TensorView::F32(&values[rows.start * k..rows.end * k]);
             rank.ops.store_rows(&mut w, 0..n, &|rows, store| store(all(rows))).unwrap();
             let as_stored = bits(&w);
             rank.ops.copy_rows(&w, first..last, &mut copy).unwrap();
@@ -265,21 +261,19 @@ fn rows_and_elements_that_operators_move_are_those_of_the_cpu() {
 #[test]
 fn a_large_matrix_is_stored_and_read_in_parts() {
     let cuda = cuda().unwrap();
-    let shape = MatrixShape { dtype: WeightDtype::Bf16, n: 1100, k: 4096, leaves: 8 };
+    let shape = MatrixShape { dtype: StorageDtype::Bf16, n: 1100, k: 4096, leaves: 8 };
     let value = |i: usize| bf16::from_f32((i % 4099) as f32);
     let values: Vec<bf16> = (0..shape.n * shape.k).map(value).collect();
     let mut by_operator = cuda.device.zeros(shape).unwrap();
     cuda.ops
         .store_rows(&mut by_operator, 0..shape.n, &|rows, store| {
-            store(WeightRows::Bf16(&values[rows.start * shape.k..rows.end * shape.k]));
+            store(TensorView::Bf16(&values[rows.start * shape.k..rows.end * shape.k]));
         })
         .unwrap();
     let mut by_push = cuda.device.zeros(shape).unwrap();
-    by_push.write_rows(0, WeightRows::Bf16(&values));
+    by_push.write_rows(0, TensorView::Bf16(&values));
     for matrix in [by_operator, by_push] {
-        let mut read = vec![bf16::ZERO; values.len()];
-        matrix.read_rows(0, RowBits::Bf16(&mut read));
-        assert!(read == values);
+        assert!(matrix.read_rows(0..shape.n) == TensorData::Bf16((&values).into()));
     }
 }
 
@@ -287,11 +281,11 @@ fn a_large_matrix_is_stored_and_read_in_parts() {
 #[test]
 fn matrices_are_written_from_threads_beside_the_operators() {
     let cuda = cuda().unwrap();
-    let shape = MatrixShape { dtype: WeightDtype::Bf16, n: 40, k: 48, leaves: 2 };
+    let shape = MatrixShape { dtype: StorageDtype::Bf16, n: 40, k: 48, leaves: 2 };
     let values = |seed: u64| Random::new(seed).normals(shape.n * shape.k, 1.0);
     let expected = |values: &[f32]| -> Vec<u32> { values.iter().map(|x| stored(*x, shape.dtype).to_bits()).collect() };
     let mut base = cuda.device.zeros(shape).unwrap();
-    base.write_rows(0, WeightRows::F32(&values(100)));
+    base.write_rows(0, TensorView::F32(&values(100)));
     std::thread::scope(|scope| {
         for seed in 0..4 {
             let mut matrix = cuda.device.zeros(shape).unwrap();
@@ -299,7 +293,7 @@ fn matrices_are_written_from_threads_beside_the_operators() {
                 for round in 0..10 {
                     let values = values(10 * seed + round);
                     for (row, values) in values.chunks_exact(shape.k).enumerate() {
-                        matrix.write_rows(row, WeightRows::F32(values));
+                        matrix.write_rows(row, TensorView::F32(values));
                     }
                     assert!(bits(&matrix) == expected(&values));
                 }

@@ -1,81 +1,81 @@
-//! Our ranks in a trainer's group: a thread for each, beside the one that computes.
+//! Our ranks in a trainer's group: one thread per rank, beside the rank's own thread.
 
 use std::sync::Arc;
 use std::sync::mpsc::{Receiver, Sender, channel};
 use std::thread::JoinHandle;
 
-use rollout_kernels::{Broadcast, Device, DeviceError, Devices, Feed, GroupId, Place};
+use rollout_kernels::{Broadcast, BroadcastReceiver, Device, DeviceError, Devices, GroupId, Membership};
 
-use super::Places;
-use super::patience::Patience;
+use super::RankRange;
+use super::timeout::TrainerTimeout;
 use crate::error::{Error, Result};
 
-/// Takes what the trainer sends, in pieces and in its order; false if it wants no more.
-pub type Pieces = Box<dyn FnMut(&[u8]) -> bool + Send>;
+/// Takes the bytes that the trainer sends, in pieces and in order. Returns false to take no more.
+pub type ByteSink = Box<dyn FnMut(&[u8]) -> bool + Send>;
 
 /// Our ranks in a trainer's group. Dropping this leaves the group.
 pub struct TrainerGroup {
-    members: Vec<Member>,
+    members: Vec<MemberThread>,
 }
 
-/// One rank's thread, which ends when it gets no more work.
-struct Member {
-    work: Option<Sender<Work>>,
+/// One rank's thread, which ends when its channel of jobs is closed.
+struct MemberThread {
+    jobs: Option<Sender<ReceiveJob>>,
     thread: Option<JoinHandle<()>>,
 }
 
 /// Broadcasts to receive, one after the other.
-struct Work {
+struct ReceiveJob {
     broadcasts: Arc<[Broadcast]>,
-    /// Takes them on the first rank; on the others they stay unread.
-    take: Option<Pieces>,
-    patience: Patience,
+    /// Takes the bytes on the first rank; the other ranks leave them unread.
+    sink: Option<ByteSink>,
+    timeout: TrainerTimeout,
     done: Sender<Result<()>>,
 }
 
 impl TrainerGroup {
     /// Joins with all devices, and waits for all ranks of the group.
-    pub(super) fn join(devices: &Devices, id: GroupId, places: Places, patience: &Patience) -> Result<Self> {
+    pub(super) fn join(devices: &Devices, id: GroupId, ranks: RankRange, timeout: &TrainerTimeout) -> Result<Self> {
         let (joined, results) = channel();
         let members = devices.iter().enumerate().map(|(i, device)| {
-            let place = Place { id, rank: places.first + i, world: places.world };
-            Member::start(device.clone(), place, patience.clone(), joined.clone())
+            let membership = Membership { id, rank: ranks.first + i, world: ranks.world };
+            MemberThread::start(device.clone(), membership, timeout.clone(), joined.clone())
         });
         let group = Self { members: members.collect::<Result<_>>()? };
         drop(joined);
-        all_done(&results, group.members.len(), patience).map(|()| group)
+        all_done(&results, group.members.len(), timeout).map(|()| group)
     }
 
-    /// Receives broadcasts of the trainer. Those that `take` does not want any more are received all the same, so that
-    /// the trainer comes to its end. For threads that may wait.
+    /// Receives broadcasts of the trainer. After `sink` has returned false the rest is still received, so that the
+    /// trainer can finish. Blocks.
     ///
     /// # Errors
-    /// `ResourceExhausted` if a device has no memory for one; `DeadlineExceeded` or `Aborted` if one does not come. The
-    /// group is of no use any more then.
-    pub fn receive(&self, broadcasts: Vec<Broadcast>, take: Pieces, patience: &Patience) -> Result<()> {
+    /// `ResourceExhausted` if a device has no memory for one; `DeadlineExceeded` or `Aborted` if one does not arrive.
+    /// The group cannot be used again then.
+    pub fn receive(&self, broadcasts: Vec<Broadcast>, sink: ByteSink, timeout: &TrainerTimeout) -> Result<()> {
         let (done, results) = channel();
-        let (broadcasts, mut take) = (Arc::from(broadcasts), Some(take));
+        let (broadcasts, mut sink) = (Arc::from(broadcasts), Some(sink));
         for member in &self.members {
-            let work = Work {
+            let job = ReceiveJob {
                 broadcasts: Arc::clone(&broadcasts),
-                take: take.take(),
-                patience: patience.clone(),
+                sink: sink.take(),
+                timeout: timeout.clone(),
                 done: done.clone(),
             };
-            member.give(work)?;
+            member.send(job)?;
         }
         drop(done);
-        all_done(&results, self.members.len(), patience)
+        all_done(&results, self.members.len(), timeout)
     }
 }
 
-/// Waits for the results of all ranks. After the first error the others give up, and it is the result.
-fn all_done(results: &Receiver<Result<()>>, ranks: usize, patience: &Patience) -> Result<()> {
+/// Waits for the results of all ranks. The first error cancels the other ranks and is the result.
+fn all_done(results: &Receiver<Result<()>>, ranks: usize, timeout: &TrainerTimeout) -> Result<()> {
     let (mut first, mut count) = (Ok(()), 0);
     for result in results {
         count += 1;
         if first.is_ok() && result.is_err() {
-            patience.end();
+            timeout.cancel();
             first = result;
         }
     }
@@ -86,38 +86,43 @@ fn all_done(results: &Receiver<Result<()>>, ranks: usize, patience: &Patience) -
     first
 }
 
-impl Member {
-    fn start(device: Device, place: Place, patience: Patience, joined: Sender<Result<()>>) -> Result<Self> {
-        let (work, to_do) = channel();
+impl MemberThread {
+    fn start(
+        device: Device,
+        membership: Membership,
+        timeout: TrainerTimeout,
+        joined: Sender<Result<()>>,
+    ) -> Result<Self> {
+        let (jobs, to_do) = channel();
         let run = move || {
-            let feed = {
-                let wait = patience.start();
-                let feed = device.join_feed(&place, &|| wait.is_over());
-                feed.map_err(|error| refusal(error, |why| wait.error("the trainer's group", why)))
+            let receiver = {
+                let wait = timeout.start();
+                let receiver = device.join_broadcast(&membership, &|| wait.is_over());
+                receiver.map_err(|error| refusal(error, |why| wait.error("the trainer's group", why)))
             };
-            match feed {
-                Ok(feed) => {
+            match receiver {
+                Ok(receiver) => {
                     let _ = joined.send(Ok(()));
                     drop(joined);
-                    receive_all(feed, &to_do);
+                    receive_all(receiver, &to_do);
                 }
                 Err(error) => _ = joined.send(Err(error)),
             }
         };
-        let thread = std::thread::Builder::new().name(format!("feed-{}", place.rank)).spawn(run);
+        let thread = std::thread::Builder::new().name(format!("broadcast-{}", membership.rank)).spawn(run);
         let thread = thread.map_err(|e| Error::Internal(format!("a thread for the trainer did not start: {e}")))?;
-        Ok(Self { work: Some(work), thread: Some(thread) })
+        Ok(Self { jobs: Some(jobs), thread: Some(thread) })
     }
 
-    fn give(&self, work: Work) -> Result<()> {
-        let sent = self.work.as_ref().expect("it is there until the drop").send(work);
+    fn send(&self, job: ReceiveJob) -> Result<()> {
+        let sent = self.jobs.as_ref().expect("taken only by drop").send(job);
         sent.map_err(|_| Error::Internal("the thread that receives from the trainer has ended".into()))
     }
 }
 
-impl Drop for Member {
+impl Drop for MemberThread {
     fn drop(&mut self) {
-        self.work = None;
+        self.jobs = None;
         if let Some(Err(panic)) = self.thread.take().map(JoinHandle::join) {
             tracing::error!("a thread that receives from a trainer: {}", crate::error::panic_message(&*panic));
         }
@@ -125,33 +130,39 @@ impl Drop for Member {
 }
 
 /// Body of a member's thread once it has joined.
-fn receive_all(mut feed: Feed, to_do: &Receiver<Work>) {
-    for Work { broadcasts, mut take, patience, done } in to_do {
-        let received = broadcasts.iter().try_for_each(|broadcast| receive(&mut feed, *broadcast, &mut take, &patience));
-        drop(take);
-        feed.release();
+fn receive_all(mut receiver: BroadcastReceiver, to_do: &Receiver<ReceiveJob>) {
+    for ReceiveJob { broadcasts, mut sink, timeout, done } in to_do {
+        let mut receive = |broadcast: &Broadcast| receive(&mut receiver, *broadcast, &mut sink, &timeout);
+        let received = broadcasts.iter().try_for_each(&mut receive);
+        drop(sink);
+        receiver.release();
         let _ = done.send(received);
     }
 }
 
-fn receive(feed: &mut Feed, broadcast: Broadcast, take: &mut Option<Pieces>, patience: &Patience) -> Result<()> {
-    let wait = patience.start();
-    let mut wanted = true;
-    let received = match take {
-        Some(pieces) => {
-            let mut hand_on = |piece: &[u8]| wanted = wanted && pieces(piece);
-            feed.receive(broadcast, Some(&mut hand_on), &|| wait.is_over())
+fn receive(
+    receiver: &mut BroadcastReceiver,
+    broadcast: Broadcast,
+    sink: &mut Option<ByteSink>,
+    timeout: &TrainerTimeout,
+) -> Result<()> {
+    let wait = timeout.start();
+    let mut is_wanted = true;
+    let received = match sink {
+        Some(sink) => {
+            let mut take = |piece: &[u8]| is_wanted = is_wanted && sink(piece);
+            receiver.receive(broadcast, Some(&mut take), &|| wait.is_over())
         }
-        None => feed.receive(broadcast, None, &|| wait.is_over()),
+        None => receiver.receive(broadcast, None, &|| wait.is_over()),
     };
-    if !wanted {
-        *take = None;
+    if !is_wanted {
+        *sink = None;
     }
     let what = format!("a broadcast of {} bytes", broadcast.bytes());
     received.map_err(|error| refusal(error, |why| wait.error(&what, why)))
 }
 
-/// What a device says, as an error for the trainer.
+/// A device's error, as an error for the trainer.
 fn refusal(error: DeviceError, other: impl FnOnce(&str) -> Error) -> Error {
     match error {
         DeviceError::OutOfMemory(why) => Error::ResourceExhausted(why),
@@ -167,12 +178,12 @@ mod tests {
 
     #[test]
     fn all_are_done_when_each_rank_has_said_so() {
-        let patience = Patience::new(Duration::from_secs(3600));
+        let timeout = TrainerTimeout::new(Duration::from_secs(3600));
         let all = |said: &[Result<()>]| {
             let (sender, results) = channel();
             said.iter().for_each(|result| sender.send(result.clone()).expect("it is received"));
             drop(sender);
-            all_done(&results, 2, &patience)
+            all_done(&results, 2, &timeout)
         };
         all(&[Ok(()), Ok(())]).expect("both");
         // The thread of the other has panicked.

@@ -28,7 +28,7 @@ pub(super) fn from_pickle(pickle: &[u8]) -> Option<[u8; ID_BYTES]> {
 mod tests {
     use super::*;
 
-    /// What Python 3.11 writes for the bytes 100 to 227: `pickle.dumps(ncclUniqueId.from_buffer_copy(bytes(...)))`.
+    /// Python 3.11's output for the bytes 100 to 227: `pickle.dumps(ncclUniqueId.from_buffer_copy(bytes(...)))`.
     fn recorded() -> Vec<u8> {
         let mut pickle = b"\x80\x04\x95\xec\x00\x00\x00\x00\x00\x00\x00\x8c\x07_ctypes\x94\x8c\t_unpickle\x94\x93\x94\
             \x8c4vllm.distributed.device_communicators.pynccl_wrapper\x94\x8c\x0cncclUniqueId\x94\x93\x94}\x94C\x80"

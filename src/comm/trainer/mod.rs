@@ -1,38 +1,38 @@
 //! The group of a trainer, which broadcasts its weights from its devices to ours. The trainer is rank 0 and may vanish
-//! at any time: whatever waits for it gives up after a while, and then the group is left.
+//! at any time, so every wait for it has a timeout, after which we leave the group.
 
 mod group;
 mod id;
-mod patience;
 mod store;
+mod timeout;
 
 use rollout_kernels::{Devices, GroupId};
 
 use crate::error::{Error, Result};
 use store::Store;
 
-pub use group::{Pieces, TrainerGroup};
-pub use patience::Patience;
+pub use group::{ByteSink, TrainerGroup};
+pub use timeout::TrainerTimeout;
 
 /// The name of vLLM's first broadcast from rank 0: the id of the group.
 const ID_KEY: &str = "/broadcast_from/0/0";
-/// Where torch counts the ranks that have come; rank 0 waits for all.
+/// Where torch counts the ranks that have joined; rank 0 waits for all.
 const JOINED_KEY: &str = "init/";
-/// Most bytes of what is broadcast there.
+/// Most bytes of the value of [`ID_KEY`].
 const MAX_ID_BYTES: usize = 4096;
 
-/// Where the ranks of a group find one another.
+/// How the ranks of a group find one another.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub enum Meeting {
+pub enum Rendezvous {
     /// torch's TCPStore, which the trainer serves.
     Store { host: String, port: u16 },
     /// The id of the group.
     Id([u8; 128]),
 }
 
-/// Our places in a group.
+/// Our ranks in a group.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Places {
+pub struct RankRange {
     /// The rank of our first one; the others follow.
     pub first: usize,
     /// Number of ranks of all processes.
@@ -44,15 +44,15 @@ pub struct Places {
 pub struct Trainers(Option<Devices>);
 
 impl Trainers {
-    /// Joins with these devices, if they can be sent to.
+    /// Joins with these devices, if they can receive broadcasts.
     pub fn new(devices: &Devices) -> Self {
-        let can = devices.iter().all(|device| device.feeds_by().is_some());
+        let can = devices.iter().all(|device| device.broadcast_library().is_some());
         Self(can.then(|| devices.clone()))
     }
 
-    /// Name of the library by which trainers send; `None` if the devices cannot be sent to.
+    /// Name of the library by which trainers broadcast; `None` if the devices cannot receive broadcasts.
     pub fn library(&self) -> Option<&'static str> {
-        self.0.as_ref().and_then(|devices| devices.of_rank(0).feeds_by())
+        self.0.as_ref().and_then(|devices| devices.of_rank(0).broadcast_library())
     }
 
     /// How many ranks join a group.
@@ -60,11 +60,11 @@ impl Trainers {
         self.0.as_ref().map_or(0, |devices| devices.iter().count())
     }
 
-    /// Checks that all ranks have places in a group.
+    /// Checks that our ranks are inside a group and leave rank 0 to the trainer.
     ///
     /// # Errors
-    /// `InvalidArgument` if they do not fit, or the group is larger than NCCL can count.
-    pub fn check(&self, Places { first, world }: Places) -> Result<()> {
+    /// `InvalidArgument` if they do not, or the group is larger than NCCL can count.
+    pub fn check(&self, RankRange { first, world }: RankRange) -> Result<()> {
         if i32::try_from(world).is_err() {
             return Err(Error::invalid(
                 "world_size",
@@ -81,20 +81,19 @@ impl Trainers {
         Ok(())
     }
 
-    /// Joins a group with all ranks; waits until all of its ranks have. For threads that may wait.
+    /// Joins a group with all ranks, and waits until all other ranks of the group have joined. Blocks.
     ///
     /// # Errors
-    /// As for [`Trainers::check`]; `DeadlineExceeded` or `Aborted` if it does not come
-    /// about.
-    pub fn join(&self, meeting: &Meeting, places: Places, patience: &Patience) -> Result<TrainerGroup> {
+    /// As for [`Trainers::check`]; `DeadlineExceeded` or `Aborted` if they do not all join.
+    pub fn join(&self, rendezvous: &Rendezvous, ranks: RankRange, timeout: &TrainerTimeout) -> Result<TrainerGroup> {
         let Some(devices) = &self.0 else {
             return Err(Error::FailedPrecondition("no trainer can send to this device".into()));
         };
-        self.check(places)?;
-        let id = match meeting {
-            Meeting::Id(id) => *id,
-            Meeting::Store { host, port } => {
-                let mut store = Store::connect(host, *port, patience)?;
+        self.check(ranks)?;
+        let id = match rendezvous {
+            Rendezvous::Id(id) => *id,
+            Rendezvous::Store { host, port } => {
+                let mut store = Store::connect(host, *port, timeout)?;
                 store.add(JOINED_KEY, self.ranks() as i64)?;
                 let broadcast = store.get(ID_KEY, MAX_ID_BYTES)?;
                 id::from_pickle(&broadcast).ok_or_else(|| {
@@ -106,6 +105,6 @@ impl Trainers {
                 })?
             }
         };
-        TrainerGroup::join(devices, GroupId(id), places, patience)
+        TrainerGroup::join(devices, GroupId(id), ranks, timeout)
     }
 }

@@ -1,11 +1,12 @@
-//! A client of torch's TCPStore, by which a trainer tells the ranks of its group where they meet: as much of the
-//! protocol of torch 2.3 to 2.15 as that takes. Numbers are little-endian; a text is its length in 8 bytes and itself.
+//! A client of torch's TCPStore, which a trainer serves for the rendezvous of its group. It speaks the part of the
+//! protocol of torch 2.3 to 2.15 that this needs. Numbers are little-endian; a text is its length in 8 bytes and
+//! itself.
 
 use std::io::{ErrorKind, Read, Write};
 use std::net::{TcpStream, ToSocketAddrs};
 use std::time::Duration;
 
-use super::patience::{Patience, Wait};
+use super::timeout::{TrainerTimeout, TrainerWait};
 use crate::error::{Error, Result};
 
 /// `QueryType` of torch.
@@ -14,9 +15,9 @@ const GET: u8 = 3;
 const ADD: u8 = 4;
 const WAIT: u8 = 6;
 const PING: u8 = 13;
-/// What a connection begins with.
+/// The first number of a connection.
 const MAGIC: u32 = 0x3c85_f7ce;
-/// Any number, which comes back.
+/// An arbitrary number, which the store returns.
 const NONCE: u32 = 0x726f_6c6c;
 /// The answer to [`WAIT`] when the key is there.
 const STOP_WAITING: u8 = 0;
@@ -24,27 +25,27 @@ const STOP_WAITING: u8 = 0;
 /// Longest wait for an answer of a machine that may not be there, and time between two attempts.
 const CONNECT: Duration = Duration::from_secs(2);
 const RETRY: Duration = Duration::from_millis(50);
-/// How often to look whether to give up.
-const LOOK: Duration = Duration::from_millis(50);
+/// How often to check whether the wait is over.
+const POLL: Duration = Duration::from_millis(50);
 
 /// A connection to the store.
 pub(super) struct Store<'a> {
     stream: TcpStream,
-    wait: Wait<'a>,
+    wait: TrainerWait<'a>,
     name: String,
 }
 
 impl<'a> Store<'a> {
-    /// Connects, and tries again until the trainer listens.
+    /// Connects, and retries until the trainer listens.
     ///
     /// # Errors
-    /// `InvalidArgument` if no machine has the name; `DeadlineExceeded` or `Aborted` if nobody listens for too long, or
-    /// who listens is no store.
-    pub fn connect(host: &str, port: u16, patience: &'a Patience) -> Result<Self> {
-        let (wait, name) = (patience.start(), format!("the trainer's store at {host}:{port}"));
+    /// `InvalidArgument` if the name cannot be resolved; `DeadlineExceeded` or `Aborted` if the trainer does not listen
+    /// in time, or the listener is not a store.
+    pub fn connect(host: &str, port: u16, timeout: &'a TrainerTimeout) -> Result<Self> {
+        let (wait, name) = (timeout.start(), format!("the trainer's store at {host}:{port}"));
         let addresses: Vec<_> = (host, port)
             .to_socket_addrs()
-            .map_err(|error| Error::invalid("master_address", format!("{host:?} is no address: {error}")))?
+            .map_err(|error| Error::invalid("master_address", format!("{host:?} is not an address: {error}")))?
             .collect();
         loop {
             let mut refused = "it has no address".to_owned();
@@ -63,7 +64,7 @@ impl<'a> Store<'a> {
 
     fn greet(mut self) -> Result<Self> {
         let limits =
-            self.stream.set_read_timeout(Some(LOOK)).and_then(|()| self.stream.set_write_timeout(Some(CONNECT)));
+            self.stream.set_read_timeout(Some(POLL)).and_then(|()| self.stream.set_write_timeout(Some(CONNECT)));
         limits.map_err(|error| self.wait.error(&self.name, &error.to_string()))?;
         let mut greeting = vec![VALIDATE];
         greeting.extend(MAGIC.to_le_bytes());
@@ -88,10 +89,10 @@ impl<'a> Store<'a> {
         self.read().map(i64::from_le_bytes)
     }
 
-    /// The bytes at `key`, which are `most` at most; waits until they are there.
+    /// The bytes at `key`, at most `most`. Waits until they are there.
     ///
     /// # Errors
-    /// If they do not come, or are more.
+    /// If they do not arrive, or are more.
     pub fn get(&mut self, key: &str, most: usize) -> Result<Vec<u8>> {
         let mut query = vec![WAIT];
         query.extend(1u64.to_le_bytes());

@@ -4,7 +4,7 @@ use std::ops::Range;
 
 use super::rig::{BLOCK_SIZE, BLOCKS};
 use crate::engine::*;
-use crate::executor::{Memory, Released, WeightOrder};
+use crate::executor::{MemoryKind, Released, WeightOrder};
 use crate::types::{RequestKey, StepOutput, StepPlan, TokenId, TokenLogprobs};
 use crate::weights::{Adapter, ParamSpec, ShadowWeights};
 
@@ -21,8 +21,8 @@ pub enum Did {
     Patch,
     Add(u64),
     Remove(u64),
-    Release(Memory),
-    Restore(Memory),
+    Release(MemoryKind),
+    Restore(MemoryKind),
 }
 
 /// An executor whose policy is a number: how often its weights were written. Every token that it samples is this
@@ -34,7 +34,7 @@ pub struct Fake {
     slots: Vec<Option<TokenId>>,
     merged: Option<Arc<Adapter>>,
     whole: bool,
-    awake: Vec<Memory>,
+    awake: Vec<MemoryKind>,
     adapters: Vec<u64>,
     pub did: Vec<Did>,
     /// Bytes of weights that stay at level 1.
@@ -69,7 +69,7 @@ impl Fake {
             slots: vec![None; BLOCKS * BLOCK_SIZE],
             merged: None,
             whole: true,
-            awake: vec![Memory::KvCache, Memory::Workspace, Memory::Weights],
+            awake: vec![MemoryKind::KvCache, MemoryKind::Workspace, MemoryKind::Weights],
             adapters: Vec::new(),
             did: Vec::new(),
             kept: 0,
@@ -82,11 +82,11 @@ impl Fake {
         }
     }
 
-    fn is_awake(&self, memory: Memory) -> bool {
+    fn is_awake(&self, memory: MemoryKind) -> bool {
         self.awake.contains(&memory)
     }
 
-    fn fall_asleep(&mut self, memory: Memory) {
+    fn fall_asleep(&mut self, memory: MemoryKind) {
         assert!(self.is_awake(memory), "{memory:?} is released twice");
         self.awake.retain(|&m| m != memory);
     }
@@ -151,7 +151,7 @@ impl Executor for Fake {
             return Err(Error::DataLoss("model.safetensors has other bytes".into()));
         }
         let is_policy = !matches!(order, WeightOrder::AddAdapter { .. } | WeightOrder::RemoveAdapter { .. });
-        assert!(!is_policy || self.is_awake(Memory::Weights), "{order:?} while the weights are asleep");
+        assert!(!is_policy || self.is_awake(MemoryKind::Weights), "{order:?} while the weights are asleep");
         self.policy += TokenId::from(is_policy);
         self.did.push(match order {
             WeightOrder::Load { adapter } => {
@@ -194,7 +194,7 @@ impl Executor for Fake {
 
     fn exchange(&mut self, shadow: ShadowWeights) -> Result<ShadowWeights> {
         assert!(
-            self.plan.is_none() && self.is_awake(Memory::Weights),
+            self.plan.is_none() && self.is_awake(MemoryKind::Weights),
             "an exchange of weights that are in use or asleep"
         );
         self.policy += 1;
@@ -205,36 +205,36 @@ impl Executor for Fake {
 
     /// Each byte of a row is the row's number xor the policy.
     fn read(&mut self, spec: &ParamSpec, rows: Range<usize>) -> Result<Vec<u8>> {
-        assert!(self.is_awake(Memory::Weights) && self.whole, "weights that are not there are read");
+        assert!(self.is_awake(MemoryKind::Weights) && self.whole, "weights that are not there are read");
         let row_bytes = spec.shape[1] * 4;
         Ok(rows.flat_map(|row| vec![row as u8 ^ self.policy as u8; row_bytes]).collect())
     }
 
-    fn release(&mut self, memory: Memory, host_bytes: u64) -> Result<Released> {
+    fn release(&mut self, memory: MemoryKind, host_bytes: u64) -> Result<Released> {
         match memory {
-            Memory::WeightsAndBase => {
-                self.awake.retain(|&m| m != Memory::Weights);
+            MemoryKind::WeightsAndBase => {
+                self.awake.retain(|&m| m != MemoryKind::Weights);
                 (self.merged, self.whole) = (None, false);
             }
-            Memory::Weights => {
+            MemoryKind::Weights => {
                 self.fall_asleep(memory);
                 self.whole = false;
             }
-            Memory::KvCache => {
+            MemoryKind::KvCache => {
                 self.fall_asleep(memory);
                 self.slots.fill(None);
             }
-            Memory::Workspace => self.fall_asleep(memory),
+            MemoryKind::Workspace => self.fall_asleep(memory),
         }
         self.did.push(Did::Release(memory));
         let fits = self.moved <= host_bytes;
         match memory {
-            Memory::Weights | Memory::WeightsAndBase => self.offloaded = if fits { self.moved } else { 0 },
-            Memory::KvCache | Memory::Workspace => {}
+            MemoryKind::Weights | MemoryKind::WeightsAndBase => self.offloaded = if fits { self.moved } else { 0 },
+            MemoryKind::KvCache | MemoryKind::Workspace => {}
         }
         let kept = match memory {
-            Memory::Weights if fits => self.kept,
-            Memory::Weights => self.kept + self.moved,
+            MemoryKind::Weights if fits => self.kept,
+            MemoryKind::Weights => self.kept + self.moved,
             _ => 0,
         };
         Ok(Released { freed: 0, kept, offloaded: self.offloaded })
@@ -249,10 +249,10 @@ impl Executor for Fake {
         1
     }
 
-    fn restore(&mut self, memory: Memory) -> Result<()> {
-        assert!(!self.is_awake(memory) && memory != Memory::WeightsAndBase, "{memory:?} is restored twice");
+    fn restore(&mut self, memory: MemoryKind) -> Result<()> {
+        assert!(!self.is_awake(memory) && memory != MemoryKind::WeightsAndBase, "{memory:?} is restored twice");
         self.awake.push(memory);
-        if memory == Memory::Weights {
+        if memory == MemoryKind::Weights {
             self.offloaded = 0;
         }
         self.did.push(Did::Restore(memory));

@@ -9,7 +9,7 @@ use super::rig::{TRAFFIC_BYTES, ask};
 use crate::cache::KvCacheManager;
 use crate::clock::Clock;
 use crate::engine::*;
-use crate::executor::{Memory, Released, WeightOrder};
+use crate::executor::{MemoryKind, Released, WeightOrder};
 use crate::memory::{Backlog, MemoryBudget, Traffic};
 use crate::observe::Observer;
 use crate::scheduler::{SchedulerConfig, Speculation};
@@ -69,7 +69,7 @@ impl Executor for Counting {
         Err(Error::Internal("the read went wrong".into()))
     }
 
-    fn release(&mut self, memory: Memory, _: u64) -> Result<Released> {
+    fn release(&mut self, memory: MemoryKind, _: u64) -> Result<Released> {
         Err(Error::Internal(format!("{memory:?} went wrong")))
     }
 
@@ -81,7 +81,7 @@ impl Executor for Counting {
         0
     }
 
-    fn restore(&mut self, memory: Memory) -> Result<()> {
+    fn restore(&mut self, memory: MemoryKind) -> Result<()> {
         Err(Error::Internal(format!("{memory:?} went wrong")))
     }
 }

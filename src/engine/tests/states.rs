@@ -2,7 +2,7 @@
 
 use super::rig::*;
 use crate::engine::*;
-use crate::executor::Memory;
+use crate::executor::MemoryKind;
 use crate::memory::MemoryUse;
 use crate::weights::{UpdateKind, WeightUpdate};
 
@@ -219,7 +219,7 @@ fn a_server_that_ends_refuses_every_order_of_a_new_thing() {
 fn sleep_gives_back_in_order_and_wake_loads_once() {
     let mut rig = Rig::new();
     use Did::{Load, Release, Restore};
-    use Memory::{KvCache, Weights, WeightsAndBase, Workspace};
+    use MemoryKind::{KvCache, Weights, WeightsAndBase, Workspace};
     sleep(&mut rig, SleepLevel::One);
     assert_eq!(rig.did(), [Release(KvCache), Release(Workspace), Release(Weights)]);
     assert_eq!(
@@ -259,7 +259,7 @@ fn what_full_pushes_brought_stays_in_the_ledger_at_level_1_only() {
     assert_eq!(rig.reserved(MemoryUse::Weights), 120, "what the executor could not give back");
     rig.did();
     sleep(&mut rig, SleepLevel::Two);
-    assert_eq!(rig.did(), [Did::Release(Memory::WeightsAndBase)]);
+    assert_eq!(rig.did(), [Did::Release(MemoryKind::WeightsAndBase)]);
     assert_eq!(rig.reserved(MemoryUse::Weights), 0);
     rig.wake(true, true, false).unwrap();
     assert_eq!(rig.did().len(), 3, "there was nothing to load");
@@ -291,7 +291,7 @@ fn a_lora_after_a_broken_push_starts_from_the_checkpoint() {
     break_in_place(&mut rig);
     rig.did();
     rig.push_lora(RunningPolicy::Keep);
-    let base = [Did::Release(Memory::WeightsAndBase), Did::Restore(Memory::Weights), Did::Load];
+    let base = [Did::Release(MemoryKind::WeightsAndBase), Did::Restore(MemoryKind::Weights), Did::Load];
     assert_eq!(rig.did(), base);
     assert!(!rig.engine.core.policy.has_replaced());
     back_to_running(&mut rig);

@@ -217,11 +217,11 @@ fn the_oldest_requests_are_listed_with_what_they_have() {
     let ids: Vec<_> = queued.oldest.iter().map(|request| request.id.as_str()).collect();
     assert_eq!((queued.total, ids), (3, asked));
     let progress: Vec<_> = queued.oldest.iter().map(|request| request.progress).collect();
-    assert_eq!(progress, [Progress::Queued, Progress::Queued, Progress::Held]);
+    assert_eq!(progress, [RequestProgress::Queued, RequestProgress::Queued, RequestProgress::Held]);
     (0..4).for_each(|_| rig.engine.steps.run(&mut rig.engine.core).unwrap());
     let list = rig.engine.admission.list(&rig.engine.core, 1);
     assert_eq!((list.total, list.oldest.len()), (3, 1));
     let first = &list.oldest[0];
-    assert_eq!((first.progress, first.prompts, first.prompt_tokens), (Progress::Running, 1, 5));
+    assert_eq!((first.progress, first.prompts, first.prompt_tokens), (RequestProgress::Running, 1, 5));
     assert!(first.samples == first.open_samples && first.tokens > 0, "{first:?}");
 }

@@ -79,8 +79,8 @@ fn rows_without_an_adapter_are_those_of_a_server_without_adapters() {
     ranks.write(WeightOrder::RemoveAdapter { generation: 3 }).unwrap();
     assert_eq!(of_seven(&mut ranks), seven, "after another one is gone");
     // Adapters outlive the sleep of the workspace.
-    ranks.release(crate::executor::Memory::Workspace, u64::MAX).unwrap();
-    ranks.restore(crate::executor::Memory::Workspace).unwrap();
+    ranks.release(crate::executor::MemoryKind::Workspace, u64::MAX).unwrap();
+    ranks.restore(crate::executor::MemoryKind::Workspace).unwrap();
     assert_eq!(of_seven(&mut ranks), seven, "after a sleep");
 }
 

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use rollout_kernels::Backend;
 
 use super::harness::{DTYPES, MODELS, Setup, fixture, outputs, worlds};
-use crate::executor::{Executor, Memory, WeightOrder};
+use crate::executor::{Executor, MemoryKind, WeightOrder};
 use crate::weights::Adapter;
 
 /// Largest difference between values in serving precision, beyond what `allowed` gives for a value of `expected`.
@@ -47,7 +47,7 @@ fn the_reference_device_serves_every_kind_of_push_and_wakes_with_it() {
                 ranks.discard(old).unwrap();
                 setup.assert_serves(&mut ranks, &serves(&pushed), "a FULL push");
                 let before = outputs(&mut ranks);
-                for memory in [Memory::KvCache, Memory::Workspace, Memory::Weights] {
+                for memory in [MemoryKind::KvCache, MemoryKind::Workspace, MemoryKind::Weights] {
                     ranks.release(memory, u64::MAX).unwrap();
                     ranks.restore(memory).unwrap();
                 }

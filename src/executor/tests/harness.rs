@@ -6,10 +6,10 @@ use std::sync::Arc;
 use half::bf16;
 use rand::{Rng, SeedableRng};
 use rand_chacha::ChaCha8Rng;
-use rollout_kernels::{Backend, DeviceOptions, Devices, KvDtype, WeightDtype};
+use rollout_kernels::{Backend, DeviceOptions, Devices, StorageDtype};
 use xxhash_rust::xxh3::xxh3_128;
 
-use crate::comm::{Communicator, LocalGroup, Solo};
+use crate::comm::{Communicator, LocalGroup, SingleRank};
 use crate::executor::{Executor, ModelRunner, RankWeights, Ranks};
 use crate::model::config::ModelConfig;
 use crate::model::{Build, Decoder, ParamSlot, Parameterized, WorkspaceShape, kv_caches};
@@ -21,7 +21,7 @@ use crate::weights::{
     Source, Sources, TensorData, TensorEntry, Tensors, UpdateKind, UpdateSpec, WeightUpdate,
 };
 
-pub const DTYPES: [WeightDtype; 2] = [WeightDtype::F32, WeightDtype::Bf16];
+pub const DTYPES: [StorageDtype; 2] = [StorageDtype::F32, StorageDtype::Bf16];
 pub const MODELS: [&str; 6] = ["llama", "llama-tied", "qwen2", "qwen3", "mistral", "llama-tied.gguf"];
 pub const BLOCK_SIZE: usize = 16;
 const BLOCKS: usize = 32;
@@ -38,7 +38,7 @@ pub fn random(seed: u64) -> ChaCha8Rng {
 
 /// Numbers of ranks that divide the model, up to 4.
 pub fn worlds(model: &str) -> Vec<usize> {
-    let setup = Setup::open(&fixture(model), WeightDtype::F32, 1);
+    let setup = Setup::open(&fixture(model), StorageDtype::F32, 1);
     [1, 2, 4].into_iter().filter(|&world| setup.config.check_tensor_parallel(world).is_ok()).collect()
 }
 
@@ -48,16 +48,16 @@ pub struct Setup {
     pub checkpoint: Arc<Checkpoint>,
     pub parameters: Arc<Parameters>,
     devices: Devices,
-    weights: WeightDtype,
+    weights: StorageDtype,
     world: usize,
 }
 
 impl Setup {
-    pub fn open(model: &Path, weights: WeightDtype, world: usize) -> Self {
+    pub fn open(model: &Path, weights: StorageDtype, world: usize) -> Self {
         Self::open_on(Backend::Cpu, model, weights, world)
     }
 
-    pub fn open_on(backend: Backend, model: &Path, weights: WeightDtype, world: usize) -> Self {
+    pub fn open_on(backend: Backend, model: &Path, weights: StorageDtype, world: usize) -> Self {
         let files = ModelSource::parse(model.to_str().unwrap()).unwrap().open().unwrap();
         let config = ModelConfig::from_files(&files).unwrap();
         let options = DeviceOptions { threads: 2, ..DeviceOptions::default() };
@@ -69,13 +69,13 @@ impl Setup {
             Ok(())
         };
         Decoder::new(&config, &build, MAX_TOKENS).unwrap().visit(visitor).unwrap();
-        let dtype = if weights == WeightDtype::Bf16 { Dtype::Bf16 } else { Dtype::F32 };
+        let dtype = Dtype::from(weights);
         let parameters = Arc::new(Parameters::new(specs, dtype, world, config.tie_word_embeddings));
         println!("{} {weights:?} on {world} ranks", model.display());
         Self { config, checkpoint: Arc::new(files.checkpoint), parameters, devices, weights, world }
     }
 
-    /// What the layers of a rank are made with.
+    /// The build context of a rank's layers.
     pub fn build(&self, rank: usize) -> Build {
         let device = self.devices.of_rank(rank).clone();
         Build { device, partition: Partition::new(rank, self.world), weights: self.weights }
@@ -88,7 +88,7 @@ impl Setup {
     /// With a KV cache of so many blocks.
     pub fn ranks_with(&self, blocks: usize) -> Ranks {
         let comms: Vec<Box<dyn Communicator>> = match self.world {
-            1 => vec![Box::new(Solo)],
+            1 => vec![Box::new(SingleRank)],
             world => LocalGroup::create(world).into_iter().map(|g| Box::new(g) as _).collect(),
         };
         let makers = comms.into_iter().enumerate().map(|(rank, comm)| {
@@ -97,7 +97,7 @@ impl Setup {
             move || {
                 let (ops, decoder) = (build.device.ops(), Decoder::new(&config, &build, MAX_TOKENS)?);
                 let weights = RankWeights::load(&ops, decoder, build.clone(), checkpoint, &|_| ())?;
-                let dtype = if build.weights == WeightDtype::Bf16 { KvDtype::Bf16 } else { KvDtype::F32 };
+                let dtype = build.weights;
                 let kv = kv_caches(&config, &build, dtype, blocks, BLOCK_SIZE);
                 let workspace = WorkspaceShape { config, build, max_batch_tokens: MAX_TOKENS };
                 ModelRunner::new(ops, || Ok(comm), weights, kv, workspace, BLOCK_SIZE, true)
@@ -130,23 +130,23 @@ impl Setup {
     /// Bytes of values in serving precision.
     pub fn bytes(&self, values: &[f32]) -> Vec<u8> {
         match self.weights {
-            WeightDtype::Bf16 => values.iter().flat_map(|x| bf16::from_f32(*x).to_le_bytes()).collect(),
-            WeightDtype::F32 => values.iter().flat_map(|x| x.to_le_bytes()).collect(),
+            StorageDtype::Bf16 => values.iter().flat_map(|x| bf16::from_f32(*x).to_le_bytes()).collect(),
+            StorageDtype::F32 => values.iter().flat_map(|x| x.to_le_bytes()).collect(),
         }
     }
 
     /// The values of bytes in serving precision.
     pub fn values(&self, bytes: &[u8]) -> Vec<f32> {
         match self.weights {
-            WeightDtype::Bf16 => bytes.as_chunks().0.iter().map(|x| bf16::from_le_bytes(*x).to_f32()).collect(),
-            WeightDtype::F32 => bytes.as_chunks().0.iter().map(|x| f32::from_le_bytes(*x)).collect(),
+            StorageDtype::Bf16 => bytes.as_chunks().0.iter().map(|x| bf16::from_le_bytes(*x).to_f32()).collect(),
+            StorageDtype::F32 => bytes.as_chunks().0.iter().map(|x| f32::from_le_bytes(*x)).collect(),
         }
     }
 
     pub fn rounded(&self, values: &[f32]) -> Vec<f32> {
         match self.weights {
-            WeightDtype::Bf16 => values.iter().map(|x| bf16::from_f32(*x).to_f32()).collect(),
-            WeightDtype::F32 => values.to_vec(),
+            StorageDtype::Bf16 => values.iter().map(|x| bf16::from_f32(*x).to_f32()).collect(),
+            StorageDtype::F32 => values.to_vec(),
         }
     }
 
@@ -159,7 +159,7 @@ impl Setup {
         self.parameters.iter().map(read).collect()
     }
 
-    /// What serves when `adapter` is merged into `base`.
+    /// The serving weights after `adapter` is merged into `base`.
     pub fn merged(&self, base: &[Vec<f32>], adapter: &Adapter) -> Vec<Vec<u8>> {
         let merge = |(spec, values): (&ParamSpec, &Vec<f32>)| {
             let mut values = values.clone();

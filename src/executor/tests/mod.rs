@@ -6,7 +6,7 @@ mod sleep;
 
 use std::sync::Arc;
 
-use rollout_kernels::WeightDtype;
+use rollout_kernels::StorageDtype;
 
 use crate::executor::Executor;
 use crate::types::{RequestKey, SamplingParams, StepPlan};
@@ -31,7 +31,7 @@ fn three_requests(bad: bool) -> StepPlan {
 
 #[test]
 fn a_panic_in_an_answer_is_reported_and_spoils_no_other_answer() {
-    let mut ranks = Setup::open(&fixture("llama"), WeightDtype::F32, 1).ranks();
+    let mut ranks = Setup::open(&fixture("llama"), StorageDtype::F32, 1).ranks();
     let mut run = |bad| {
         ranks.launch(Arc::new(three_requests(bad))).unwrap();
         ranks.collect().unwrap()

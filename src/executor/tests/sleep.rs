@@ -5,7 +5,7 @@ use std::sync::Arc;
 use rollout_kernels::MatrixShape;
 
 use super::harness::{BLOCK_SIZE, DTYPES, Setup, fixture, outputs, sequence, worlds};
-use crate::executor::{Executor, Memory, WeightOrder};
+use crate::executor::{Executor, MemoryKind, WeightOrder};
 use crate::memory::resident_bytes;
 use crate::types::{BlockCopy, StepPlan};
 use crate::weights::{Adapter, Partition};
@@ -34,7 +34,7 @@ fn what_wakes_is_what_slept() {
             for (i, (order, merged)) in steps.into_iter().enumerate() {
                 ranks.write(order).unwrap();
                 let (serving, before) = (setup.snapshot(&mut ranks), outputs(&mut ranks));
-                let all = [Memory::KvCache, Memory::Workspace, Memory::Weights];
+                let all = [MemoryKind::KvCache, MemoryKind::Workspace, MemoryKind::Weights];
                 for memory in &all {
                     ranks.release(*memory, u64::MAX).unwrap();
                 }
@@ -44,14 +44,14 @@ fn what_wakes_is_what_slept() {
                 assert_eq!(outputs(&mut ranks), before, "after step {i}");
             }
             // The deep sleep: what was pushed is gone.
-            ranks.release(Memory::WeightsAndBase, u64::MAX).unwrap();
-            ranks.restore(Memory::WeightsAndBase).unwrap();
+            ranks.release(MemoryKind::WeightsAndBase, u64::MAX).unwrap();
+            ranks.restore(MemoryKind::WeightsAndBase).unwrap();
             ranks.write(WeightOrder::Load { adapter: none }).unwrap();
             let fresh = setup.snapshot(&mut setup.ranks());
             setup.assert_serves(&mut ranks, &fresh, "after the deep sleep");
             // Or it is brought by a packed push.
-            ranks.release(Memory::WeightsAndBase, u64::MAX).unwrap();
-            ranks.restore(Memory::WeightsAndBase).unwrap();
+            ranks.release(MemoryKind::WeightsAndBase, u64::MAX).unwrap();
+            ranks.restore(MemoryKind::WeightsAndBase).unwrap();
             let shadow = setup.staged(&mut ranks, &pushed);
             drop(ranks.exchange(shadow).unwrap());
             let mut direct = setup.ranks();
@@ -70,12 +70,12 @@ fn a_released_cache_is_back_with_the_system() {
     ranks.launch(Arc::new(StepPlan { copies, sequences: vec![sequence(0, &[1], None)] })).unwrap();
     ranks.collect().unwrap();
     let filled = resident_bytes();
-    ranks.release(Memory::KvCache, u64::MAX).unwrap();
+    ranks.release(MemoryKind::KvCache, u64::MAX).unwrap();
     let fallen = filled.saturating_sub(resident_bytes());
     // Two layers of keys and values of four heads of 16 float32 each: 1 KiB a token. Other tests come and go meanwhile.
     let bytes = u64::from(BLOCKS) * BLOCK_SIZE as u64 * 1024;
     assert!(fallen > bytes * 8 / 10, "{fallen} of {bytes} bytes came back");
-    ranks.restore(Memory::KvCache).unwrap();
+    ranks.restore(MemoryKind::KvCache).unwrap();
     assert_eq!(outputs(&mut ranks), outputs(&mut setup.ranks()));
 }
 
@@ -95,8 +95,12 @@ fn a_matrix_of_which_a_part_was_changed_stays_whole_and_is_counted() {
         let rows: usize = ["q_proj", "k_proj", "v_proj"].iter().map(|of| local(of).0).sum();
         let matrix = MatrixShape { dtype: DTYPES[1], n: rows, k: local("q_proj").1, leaves: 1 };
         let matrix = setup.build(0).device.matrix(matrix).bytes();
-        assert_eq!(ranks.release(Memory::Weights, u64::MAX).unwrap().kept, (world * matrix) as u64, "{world} ranks");
-        ranks.restore(Memory::Weights).unwrap();
+        assert_eq!(
+            ranks.release(MemoryKind::Weights, u64::MAX).unwrap().kept,
+            (world * matrix) as u64,
+            "{world} ranks"
+        );
+        ranks.restore(MemoryKind::Weights).unwrap();
         ranks.write(WeightOrder::Load { adapter: Arc::new(Adapter::none()) }).unwrap();
         setup.assert_serves(&mut ranks, &expected, "awake");
     }

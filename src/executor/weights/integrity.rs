@@ -1,46 +1,46 @@
-//! Integrity of the checkpoint: whether it is still what was loaded. Its files stay mapped and are read again for an
-//! adapter, a wake and a reload, and anybody with write access can change them in between.
+//! Integrity of the checkpoint: whether it is still the one that was loaded. Its files stay mapped and are read again
+//! for an adapter, a wake and a reload, and any process with write access can change them in between.
 //!
-//! Each rank keeps a digest of what it has read of each parameter. Before an order that reads the checkpoint it
-//! compares the files' times, and where these have changed all digests, before anything is touched. What an order then
-//! reads is digested as it is read, so that no change goes unnoticed, whatever the times say.
+//! Each rank keeps a digest of the part of each parameter that it has read. Before an order that reads the checkpoint,
+//! it compares the files' times and, if these have changed, all digests, before it changes any weight. The values that
+//! an order reads are digested again as they are read, so that every change is noticed, even one that keeps the times.
 
 use std::collections::HashMap;
 use std::ops::Range;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use rollout_kernels::{Ops, WeightDtype, WeightRows};
+use rollout_kernels::{Ops, StorageDtype, TensorView};
 
 use super::RankWeights;
 use crate::comm::Communicator;
 use crate::error::{Error, Result};
 use crate::executor::WeightOrder;
-use crate::weights::{Adapter, Checkpoint, Slice, Stamp};
+use crate::weights::{Adapter, Checkpoint, FileStamp, Slice};
 
 /// Elements that a thread digests at a time.
 const PIECE_ELEMENTS: usize = 1 << 19;
 
 /// The checkpoint, with digests of what was loaded from it.
-pub(super) struct Base {
+pub(super) struct CheckpointBase {
     pub checkpoint: Arc<Checkpoint>,
     /// For each parameter, its rows on this rank and their digest.
     digests: HashMap<String, (Range<usize>, u64)>,
     /// Times and sizes of the files when the digests were last known to be right.
-    stamps: Vec<Stamp>,
-    /// The first damage that was found while an order read, until [`Base::settle`].
+    stamps: Vec<FileStamp>,
+    /// The first damage found by reads since the last [`CheckpointBase::settle`].
     damage: Option<Error>,
 }
 
-impl Base {
+impl CheckpointBase {
     pub fn new(checkpoint: Arc<Checkpoint>) -> Self {
         let stamps = checkpoint.opened();
         Self { checkpoint, digests: HashMap::new(), stamps, damage: None }
     }
 
     /// Reads a parameter: `use_reader` gets a reader, and must read each of `rows`, which this rank has, once. Bytes
-    /// that differ from the first time are noted for [`Base::settle`] and do not end the order here, because other
-    /// ranks may wait for this one in a collective.
+    /// that differ from the first time are noted for [`CheckpointBase::settle`] and do not end the order here, because
+    /// other ranks may wait for this one in a collective.
     pub fn read(
         &mut self,
         name: &str,
@@ -55,7 +55,7 @@ impl Base {
         if *loaded != digest {
             self.damage.get_or_insert_with(|| self.checkpoint.other_bytes(name));
         }
-        // That a file was cut short is the better reason, and at the first load the only one that can be known.
+        // A truncated file is the better reason, and at the first load the only one that can be detected.
         if let Err(cut) = self.checkpoint.stamps() {
             self.damage = Some(cut);
         }
@@ -97,7 +97,7 @@ impl Base {
         pieces.into_iter().try_fold(0, |sum, (_, digest)| Ok(digest?.wrapping_add(sum)))
     }
 
-    /// Opens the files at the checkpoint's paths anew: somebody may have put the right ones back.
+    /// Opens the files at the checkpoint's paths again: the right ones may have been restored.
     ///
     /// # Errors
     /// `DataLoss` if they cannot be the same.
@@ -116,14 +116,14 @@ pub(super) struct Reader<'a> {
 }
 
 impl Reader<'_> {
-    /// Hands the values of `slice`, as they are stored, to `store`.
-    pub fn rows(&self, slice: &Slice, store: &mut dyn FnMut(WeightRows<'_>)) {
-        let read = self.checkpoint.read(self.name, slice, |stored| store(stored.as_rows()));
+    /// Passes the stored values of `slice` to `store`.
+    pub fn rows(&self, slice: &Slice, store: &mut dyn FnMut(TensorView<'_>)) {
+        let read = self.checkpoint.read(self.name, slice, |stored| store(stored.view()));
         self.note(slice, read);
     }
 
     /// Writes the values of `slice` to `values`, as float32 of the serving precision `dtype`.
-    pub fn values(&self, slice: &Slice, dtype: WeightDtype, values: &mut [f32]) {
+    pub fn values(&self, slice: &Slice, dtype: StorageDtype, values: &mut [f32]) {
         let read = self.checkpoint.read_f32(self.name, slice, dtype, values);
         self.note(slice, read);
     }
@@ -135,7 +135,7 @@ impl Reader<'_> {
             Ok(digest) => {
                 self.digest.fetch_add(digest, Ordering::Relaxed);
             }
-            // The mapped file remembers that it was cut short, and `Base::read` asks it.
+            // The mapped file remembers that it was cut short, and `CheckpointBase::read` asks it.
             Err(Error::DataLoss(_)) => {}
             Err(error) => panic!("a read that was checked: {error}"),
         }
@@ -165,7 +165,7 @@ impl RankWeights {
         }
     }
 
-    /// Opens the checkpoint's files anew, after [`RankWeights::check`] has failed.
+    /// Opens the checkpoint's files again, after [`RankWeights::check`] has failed.
     ///
     /// # Errors
     /// `DataLoss` if they cannot be the same.

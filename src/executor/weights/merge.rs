@@ -1,18 +1,16 @@
-//! Parameters written from their base, with an adapter merged or without.
+//! Writing parameters from their base, with an adapter merged or without.
 
 use candle_core::Tensor;
-use rollout_kernels::{
-    Activations, Matrix, MatrixShape, Merge, MergeBase, Ops, ReadValues, RowBits, WeightChange, WeightRows,
-};
+use rollout_kernels::{Activations, Matrix, MatrixShape, Merge, MergeBase, Ops, ReadValues, TensorView, WeightChange};
 
 use crate::comm::Communicator;
 use crate::error::Result;
 use crate::model::{Build, ParamSlot};
 use crate::weights::{Adapter, ParamSpec, Slice, Tensors};
 
-/// Reads the base: called with a part of a parameter, it hands the stored values of that part to the function beside
-/// it. Called from several threads at once, each time for some whole rows.
-pub(super) type Rows<'a> = dyn Fn(&Slice, &mut dyn FnMut(WeightRows<'_>)) + Sync + 'a;
+/// Reads the base: called with a part of a parameter, it passes the stored values of that part to the function. It is
+/// called from several threads at once, each time for some whole rows.
+pub(super) type ReadBaseRows<'a> = dyn Fn(&Slice, &mut dyn FnMut(TensorView<'_>)) + Sync + 'a;
 
 /// The change of a parameter that the adapter does not touch.
 const UNCHANGED: WeightChange = WeightChange { replacement: None, delta: None };
@@ -29,12 +27,12 @@ pub(super) struct LocalParameter<'a> {
 pub(super) fn tensor_rows<'a>(
     tensors: &'a Tensors,
     name: &'a str,
-) -> impl Fn(&Slice, &mut dyn FnMut(WeightRows<'_>)) + Sync + 'a {
-    move |slice, store| store(tensors.read(name, slice).expect("the push has this parameter").as_rows())
+) -> impl Fn(&Slice, &mut dyn FnMut(TensorView<'_>)) + Sync + 'a {
+    move |slice, store| store(tensors.read(name, slice).expect("the push has this parameter").view())
 }
 
-/// Memory in which ranks gather whole rows of a parameter of which each has some of the columns. A rank that takes it
-/// before the ranks begin an order cannot lack it while the others wait for its part.
+/// Memory in which ranks gather whole rows of a parameter of which each has some of the columns. It is allocated before
+/// the ranks begin an order, so that no rank runs out of memory while the others wait for its part.
 pub(super) struct Gathering {
     local: Activations,
     whole: Activations,
@@ -44,7 +42,7 @@ impl Gathering {
     /// For at most `elements` elements of whole rows.
     ///
     /// # Errors
-    /// `ResourceExhausted` if the device has not as much memory.
+    /// `ResourceExhausted` if the device has too little memory.
     pub fn new(build: &Build, elements: usize) -> Result<Self> {
         let of = |elements| build.device.activations(1, elements);
         Ok(Self { local: of(build.partition.share(elements))?, whole: of(elements)? })
@@ -75,14 +73,14 @@ impl<'a> LocalParameter<'a> {
         match &self.slot {
             ParamSlot::Matrix { matrix, first_row } => ops.copy_rows(matrix, *first_row..first_row + n, &mut copy)?,
             ParamSlot::Vector { vector, offset } => {
-                copy.write_rows(0, WeightRows::F32(&vector.read(*offset..offset + n)?));
+                copy.write_rows(0, TensorView::F32(&vector.read(*offset..offset + n)?));
             }
         }
         Ok(copy)
     }
 
     /// Stores the base.
-    pub fn store(self, ops: &Ops, base: &Rows<'_>) -> Result<()> {
+    pub fn store(self, ops: &Ops, base: &ReadBaseRows<'_>) -> Result<()> {
         let Self { slice, slot, build, .. } = self;
         match slot {
             ParamSlot::Matrix { matrix, first_row } => {
@@ -151,11 +149,11 @@ impl<'a> LocalParameter<'a> {
                 let mut values = vec![0.0; slice.len()];
                 match base {
                     MergeBase::Read(read) => read(slice.rows.clone(), slice.cols.clone(), &mut values),
-                    MergeBase::Matrix(copy) => copy.read_rows(0, RowBits::F32(&mut values)),
+                    MergeBase::Matrix(copy) => copy.read_f32(0, &mut values),
                     MergeBase::WholeRows(_) => unreachable!("a vector is whole on every rank that has it"),
                 }
                 change.apply_to_vector(slice.rows, &mut values);
-                vector.write_rounded(offset, WeightRows::F32(&values), build.weights)?;
+                vector.write_rounded(offset, TensorView::F32(&values), build.weights)?;
             }
         }
         Ok(())

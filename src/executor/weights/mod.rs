@@ -1,10 +1,11 @@
 //! One rank's weights: loaded, changed by pushes, read back, given back to the system.
 //!
-//! The base of a parameter is the checkpoint's value, or what a FULL or DELTA push has put in its place. What serves is
-//! made from the base each time, never from what served before, so that a thousand adapters leave no trace.
+//! The base of a parameter is the checkpoint's value, or the value by which a FULL or DELTA push has replaced it. The
+//! serving weights are made from the base each time, never from earlier serving weights, so that a thousand adapters
+//! leave no trace.
 //!
-//! `merge` writes parameters, with an adapter or without; `patch` single elements; `shadow` has the storage of a FULL
-//! push; `integrity` sees whether the checkpoint is still what was loaded.
+//! `merge` writes parameters, with an adapter or without; `patch` writes single elements; `shadow` has the storage of a
+//! FULL push; `integrity` checks that the checkpoint is still the one that was loaded.
 
 mod integrity;
 mod merge;
@@ -15,13 +16,12 @@ use std::collections::{HashMap, HashSet};
 use std::ops::Range;
 use std::sync::Arc;
 
-use half::bf16;
-use rollout_kernels::{DeviceError, Matrix, Ops, RowBits, WeightDtype};
+use rollout_kernels::{DeviceError, Matrix, Ops, StorageDtype, TensorData};
 
-use integrity::Base;
+use integrity::CheckpointBase;
 use merge::{Gathering, LocalParameter, tensor_rows};
 
-use super::WeightOrder;
+use super::{Released, WeightOrder};
 use crate::comm::Communicator;
 use crate::error::{Error, Result};
 use crate::model::{Build, Decoder, ParamSlot, Parameterized};
@@ -35,19 +35,10 @@ pub struct RankWeights {
     missing: HashSet<String>,
 }
 
-/// What a rank has left of its weights.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Left {
-    /// Bytes of matrices that stay on the device because their values are nowhere else.
-    pub kept: u64,
-    /// Bytes of the host's memory that hold what was moved there.
-    pub offloaded: u64,
-}
-
 /// Where the base of each parameter is.
 struct Bases {
     build: Build,
-    base: Base,
+    base: CheckpointBase,
     /// Names of the parameters whose base is no longer the checkpoint's.
     replaced: HashSet<String>,
     /// Copies of the base of replaced parameters, for as long as an adapter is merged into them: then nothing else has
@@ -62,8 +53,8 @@ impl RankWeights {
     /// it has in the checkpoint.
     ///
     /// # Errors
-    /// `Config` naming the parameter that is missing or has another shape; `DataLoss` if somebody wrote to the
-    /// checkpoint while it was read.
+    /// `Config` naming the parameter that is missing or has another shape; `DataLoss` if the checkpoint was written to
+    /// while it was read.
     pub fn load(
         ops: &Ops,
         decoder: Decoder,
@@ -73,7 +64,7 @@ impl RankWeights {
     ) -> Result<Self> {
         let bases = Bases {
             build,
-            base: Base::new(checkpoint),
+            base: CheckpointBase::new(checkpoint),
             replaced: HashSet::new(),
             copies: HashMap::new(),
             gathering: None,
@@ -102,16 +93,16 @@ impl RankWeights {
         &self.decoder
     }
 
-    /// The decoder, for what does not depend on its values: they may be released.
+    /// The decoder, for uses that do not need its values: they may be released.
     pub fn shapes(&self) -> &Decoder {
         &self.decoder
     }
 
-    /// Takes the memory that this rank needs for an order, and changes no weights. Ranks wait for each other while they
-    /// carry an order out, so all of them must have prepared it before one begins.
+    /// Allocates the memory that this rank needs for an order, without changing weights. Ranks wait for each other
+    /// while they execute an order, so all of them must have prepared it before one begins.
     ///
     /// # Errors
-    /// `ResourceExhausted` if the device has not as much.
+    /// `ResourceExhausted` if the device has too little memory.
     pub fn prepare(&mut self, ops: &Ops, comm: &dyn Communicator, order: &WeightOrder) -> Result<()> {
         let (WeightOrder::Load { adapter } | WeightOrder::Merge { after: adapter, .. }) = order else {
             return Ok(());
@@ -132,11 +123,11 @@ impl RankWeights {
         Ok(())
     }
 
-    /// Carries out a change of the weights, which was prepared. Resident adapters are the
+    /// Executes a prepared change of the weights. Resident adapters are the
     /// [`ModelRunner`](super::ModelRunner)'s own.
     ///
     /// # Errors
-    /// `DataLoss` if the checkpoint turned out not to be what was loaded: the weights are of no policy then.
+    /// `DataLoss` if the checkpoint has changed since it was loaded: the weights then belong to no policy.
     pub fn write(&mut self, ops: &Ops, comm: &dyn Communicator, order: &WeightOrder) -> Result<()> {
         match order {
             WeightOrder::Load { adapter } => self.merge(ops, comm, adapter, &|_| true),
@@ -232,27 +223,27 @@ impl RankWeights {
         self.decoder.visit_near(&spec.name, &mut |found, slot| {
             if found.name == spec.name {
                 let local = rows.start - part.rows.start..rows.end - part.rows.start;
-                bytes = Some(read_rows(&slot, local, part.cols.len(), dtype)?);
+                bytes = Some(read_rows(&slot, local, dtype)?);
             }
             Ok(())
         })?;
         bytes.ok_or_else(|| Error::Internal(format!("the model has no parameter {}", spec.name)))
     }
 
-    /// Takes the memory of released matrices again. Their values are missing until an order writes them.
+    /// Allocates the memory of released matrices again. Their values are missing until an order writes them.
     ///
     /// # Errors
-    /// `ResourceExhausted` if the device has not as much.
+    /// `ResourceExhausted` if the device has too little memory.
     pub fn restore(&mut self) -> Result<()> {
         self.bases.build.device.bring_back()?;
         self.decoder.visit_matrices(&mut |_, matrix| Ok(matrix.restore()?))
     }
 
-    /// Gives the memory of matrices back to the system. With `keep_replaced`
-    /// a matrix stays if it has the only values of a parameter that a push has replaced; without, all go, and the
-    /// copies of replaced bases with them. A device with memory of its own moves what stays to the host, if it takes
-    /// no more than `host_bytes` there.
-    pub fn release(&mut self, keep_replaced: bool, host_bytes: u64) -> Result<Left> {
+    /// Gives the memory of matrices back to the system. With `keep_replaced` a matrix stays if it has the only values
+    /// of a parameter that a push has replaced; without, all matrices and the copies of replaced bases are freed. A
+    /// device with memory of its own moves the matrices that stay to the host, if they take at most `host_bytes` there.
+    /// The bytes that this frees are measured elsewhere.
+    pub fn release(&mut self, keep_replaced: bool, host_bytes: u64) -> Result<Released> {
         let Self { decoder, bases, missing } = self;
         if !keep_replaced {
             bases.replaced.clear();
@@ -280,7 +271,7 @@ impl RankWeights {
             Err(DeviceError::OutOfMemory(why)) => tracing::warn!("weights stay on the device while it sleeps: {why}"),
             Err(error) => return Err(error.into()),
         }
-        Ok(Left { kept, offloaded: device.offloaded_bytes() })
+        Ok(Released { freed: 0, kept, offloaded: device.offloaded_bytes() })
     }
 }
 
@@ -313,7 +304,7 @@ impl Bases {
         slot: ParamSlot<'_>,
         adapter: &Adapter,
     ) -> Result<()> {
-        // Refuses here what a read could refuse: an error inside a thread of the pool would end the rank.
+        // Checks here everything that a read could refuse: an error in a thread of the pool would end the rank.
         let slice = self.base.checkpoint.slice(spec, self.build.partition)?;
         let (local, dtype) = (LocalParameter::new(&self.build, spec, slot)?, self.build.weights);
         self.base.read(&spec.name, slice.rows, |base| {
@@ -327,29 +318,17 @@ impl Bases {
 }
 
 /// Bytes of some rows of a parameter's part on this rank, row-major, little-endian. `rows` count from the part's first.
-fn read_rows(slot: &ParamSlot<'_>, rows: Range<usize>, columns: usize, dtype: WeightDtype) -> Result<Vec<u8>> {
-    let len = rows.len() * columns;
-    let as_bf16 = |values: &[bf16]| values.iter().flat_map(|x| x.to_le_bytes()).collect();
-    let as_f32 = |values: &[f32]| values.iter().flat_map(|x| x.to_le_bytes()).collect();
-    match slot {
-        ParamSlot::Matrix { matrix, first_row } => match dtype {
-            WeightDtype::Bf16 => {
-                let mut values = vec![bf16::ZERO; len];
-                matrix.read_rows(first_row + rows.start, RowBits::Bf16(&mut values));
-                Ok(as_bf16(&values))
-            }
-            WeightDtype::F32 => {
-                let mut values = vec![0.0; len];
-                matrix.read_rows(first_row + rows.start, RowBits::F32(&mut values));
-                Ok(as_f32(&values))
-            }
-        },
-        ParamSlot::Vector { vector, offset } => {
-            let values = vector.read(offset + rows.start..offset + rows.start + len)?;
-            Ok(match dtype {
-                WeightDtype::Bf16 => as_bf16(&values.iter().map(|x| bf16::from_f32(*x)).collect::<Vec<_>>()),
-                WeightDtype::F32 => as_f32(&values),
-            })
+fn read_rows(slot: &ParamSlot<'_>, rows: Range<usize>, dtype: StorageDtype) -> Result<Vec<u8>> {
+    Ok(match slot {
+        ParamSlot::Matrix { matrix, first_row } => {
+            matrix.read_rows(first_row + rows.start..first_row + rows.end).to_le_bytes()
         }
-    }
+        ParamSlot::Vector { vector, offset } => {
+            let values = TensorData::F32(vector.read(offset + rows.start..offset + rows.end)?.into());
+            match dtype {
+                StorageDtype::Bf16 => TensorData::Bf16(values.into_bf16()).to_le_bytes(),
+                StorageDtype::F32 => values.to_le_bytes(),
+            }
+        }
+    })
 }

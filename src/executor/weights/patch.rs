@@ -1,8 +1,8 @@
-//! Single elements written: what a DELTA push does.
+//! Writing single elements, for a DELTA push.
 
 use std::ops::Range;
 
-use rollout_kernels::{Ops, WeightRows};
+use rollout_kernels::{Ops, TensorView};
 
 use super::merge::LocalParameter;
 use crate::error::Result;
@@ -36,7 +36,7 @@ impl LocalParameter<'_> {
             ParamSlot::Vector { vector, offset } => {
                 for ((row, _), value) in elements(slice.rows.clone()) {
                     let place = offset + row - slice.rows.start;
-                    vector.write_rounded(place, WeightRows::F32(&[*value]), build.weights)?;
+                    vector.write_rounded(place, TensorView::F32(&[*value]), build.weights)?;
                 }
             }
         }

@@ -33,11 +33,11 @@ impl RankWeights {
         Ok(shards)
     }
 
-    /// Serves from `shards`, which [`RankWeights::shadow_shards`] gave and which hold every parameter, and gives back
-    /// the storage that served, for the next push; what `shards` held is the base now.
+    /// Serves from `shards`, which are from [`RankWeights::shadow_shards`] and have a value for every parameter.
+    /// Returns the storage that served before, for the next push. The values of `shards` become the base.
     ///
     /// # Errors
-    /// `ResourceExhausted` if weights that were released cannot have their memory again.
+    /// `ResourceExhausted` if there is not enough memory for weights that were released.
     pub fn exchange(&mut self, mut shards: Vec<ShadowShard>) -> Result<Vec<ShadowShard>> {
         let mut matrices = shards.iter_mut().filter_map(ShadowShard::as_matrix_mut);
         self.decoder.visit_matrices(&mut |_, matrix| {

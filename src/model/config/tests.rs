@@ -3,7 +3,7 @@ use serde_json::{Value, json};
 use super::*;
 use crate::model::{Build, Decoder};
 use crate::weights::{ModelSource, Partition};
-use rollout_kernels::{Backend, DeviceOptions, WeightDtype};
+use rollout_kernels::{Backend, DeviceOptions, StorageDtype};
 
 fn fixture(name: &str) -> ModelConfig {
     let path = format!("{}/tests/fixtures/{name}", env!("CARGO_MANIFEST_DIR"));
@@ -206,7 +206,7 @@ fn tensor_parallel_sizes_are_those_that_divide_everything() {
     assert_eq!(parse(&few).tensor_parallel_sizes(), [1, 2, 4, 12]);
 }
 
-/// Shapes that divide in many ways, with shares of the reductions that are no multiples of 16, of 2, or of anything.
+/// Shapes that divide in many ways, with shares of the reductions that are not multiples of 16, of 2, or of anything.
 #[test]
 fn every_number_of_ranks_is_built_or_refused_with_those_that_are() {
     let (mut built, mut refused) = (0, 0);
@@ -236,7 +236,7 @@ fn every_number_of_ranks_is_built_or_refused_with_those_that_are() {
                 continue;
             }
             assert!(sizes.contains(&world), "--tp {world} works and is not listed: {sizes:?}");
-            for (rank, weights) in (0..world).flat_map(|rank| [(rank, WeightDtype::F32), (rank, WeightDtype::Bf16)]) {
+            for (rank, weights) in (0..world).flat_map(|rank| [(rank, StorageDtype::F32), (rank, StorageDtype::Bf16)]) {
                 let build = Build { device: device.clone(), partition: Partition::new(rank, world), weights };
                 Decoder::new(&config, &build, 16).unwrap_or_else(|e| panic!("rank {rank} of {world}: {e}"));
                 built += 1;

@@ -44,7 +44,7 @@ label! {
 }
 
 label! {
-    /// What a push is.
+    /// The kind of a push.
     pub enum PushKind {
         Lora = "lora",
         Full = "full",

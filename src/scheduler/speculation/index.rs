@@ -21,7 +21,7 @@ pub const MOST_TOKENS: usize = 1 << 15;
 pub struct NgramIndex {
     streams: Vec<Stream>,
     /// The latest place with each key.
-    latest: HashMap<[TokenId; KEY_TOKENS], Place>,
+    latest: HashMap<[TokenId; KEY_TOKENS], StreamPlace>,
     num_tokens: usize,
 }
 
@@ -29,12 +29,12 @@ pub struct NgramIndex {
 struct Stream {
     tokens: Vec<TokenId>,
     /// For each token's place, the place before it with the same key.
-    earlier: Vec<Option<Place>>,
+    earlier: Vec<Option<StreamPlace>>,
 }
 
 /// The place of a token in a stream. Its key is the [`KEY_TOKENS`] tokens before it.
 #[derive(Clone, Copy, Debug)]
-struct Place {
+struct StreamPlace {
     stream: u32,
     offset: u32,
 }
@@ -62,7 +62,7 @@ impl NgramIndex {
 
     fn push(&mut self, index: usize, token: TokenId) {
         let stream = &mut self.streams[index];
-        let place = Place { stream: index as u32, offset: stream.tokens.len() as u32 };
+        let place = StreamPlace { stream: index as u32, offset: stream.tokens.len() as u32 };
         let key = stream.tokens.last_chunk::<KEY_TOKENS>();
         stream.earlier.push(key.and_then(|&key| self.latest.insert(key, place)));
         stream.tokens.push(token);
@@ -73,7 +73,7 @@ impl NgramIndex {
     /// tokens that follow it. Of several such places, that with the most tokens to return is taken, then the latest.
     pub fn find(&self, context: &[TokenId], limit: usize) -> Option<Continuation> {
         let mut next = self.latest.get(context.last_chunk::<KEY_TOKENS>()?).copied();
-        let mut best: Option<((usize, usize), Place)> = None;
+        let mut best: Option<((usize, usize), StreamPlace)> = None;
         for _ in 0..MOST_PLACES {
             let Some(place) = next else { break };
             let value = self.value(place, context, limit);
@@ -93,13 +93,13 @@ impl NgramIndex {
 
     /// Number of context tokens that match before a place, at most [`LONGEST`], and number of tokens from the place on,
     /// at most `limit`.
-    fn value(&self, place: Place, context: &[TokenId], limit: usize) -> (usize, usize) {
+    fn value(&self, place: StreamPlace, context: &[TokenId], limit: usize) -> (usize, usize) {
         let (before, after) = self.stream(place).tokens.split_at(place.offset as usize);
         let pairs = before.iter().rev().zip(context.iter().rev()).take(LONGEST);
         (pairs.take_while(|(a, b)| a == b).count(), after.len().min(limit))
     }
 
-    fn stream(&self, place: Place) -> &Stream {
+    fn stream(&self, place: StreamPlace) -> &Stream {
         &self.streams[place.stream as usize]
     }
 }

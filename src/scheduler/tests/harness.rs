@@ -25,14 +25,14 @@ fn next_state(state: u64, salt: CacheSalt, token: TokenId, media: u64) -> u64 {
     mix(mix(state, root(salt)), u64::from(token) ^ media)
 }
 
-/// What the prompt's media put in the place of the token with this index; 0 where there are none.
+/// The value of the prompt's media at the token with this index; 0 where there are none.
 fn media_at(prompt: &Prompt, index: usize) -> u64 {
     let item = prompt.media.iter().find(|item| item.placeholders.contains(&index));
     item.map_or(0, |item| mix(u64::from(item.hash[0]), (index - item.placeholders.start) as u64))
 }
 
-/// What a slot holds after position `position` was computed: like real KV, a function of all tokens up to it, and of
-/// the policies that computed them.
+/// The content of a slot after position `position` was computed: like real KV, a function of all tokens up to it, and
+/// of the policies that computed them.
 #[derive(Clone, Copy, Debug, PartialEq)]
 struct Slot {
     salt: CacheSalt,
@@ -144,7 +144,7 @@ fn raw_logprob(state: u64, token: TokenId) -> f32 {
     -((mix(state, u64::from(token) + 99) >> 40) as f32) / 65536.0
 }
 
-/// Answers a task. `repeated` is the last token, if the next one shall mostly follow from it.
+/// Answers a task. `repeated` is the last token, if the next one should mostly follow from it.
 fn answer(state: u64, repeated: Option<TokenId>, task: &LogitsTask) -> TokenLogprobs {
     let raw = |token| raw_logprob(state, token);
     if let Some(token) = task.target {

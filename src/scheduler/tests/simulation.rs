@@ -89,7 +89,7 @@ fn random_request(rng: &mut ChaCha8Rng, request: u64) -> Vec<Group> {
         .collect()
 }
 
-/// What happens besides the steps, and whether it happens while a step is under way.
+/// An event beside the steps, possibly during a step.
 fn disturb(harness: &mut Harness, rng: &mut ChaCha8Rng, num_requests: u64) {
     if num_requests > 0 && rng.random_bool(0.02) {
         harness.abort(RequestKey(rng.random_range(0..num_requests)));

@@ -17,7 +17,7 @@ use tokio::sync::{mpsc, oneshot};
 
 use super::calls::engine_gone;
 use super::gate::Gate;
-use crate::comm::{Meeting, Places};
+use crate::comm::{RankRange, Rendezvous};
 use crate::error::Result;
 use crate::types::WeightVersion;
 use session::Link;
@@ -30,7 +30,7 @@ const QUEUE: usize = 4;
 /// What a trainer orders.
 enum Order {
     /// Make a group with these, in place of the one there may be.
-    Join(Meeting, Places, Packing),
+    Join(Rendezvous, RankRange, Packing),
     /// Leave the group.
     Leave,
     /// Begin a push of the trainer with this address.
@@ -96,7 +96,7 @@ impl Transfers {
     ///
     /// # Errors
     /// As for [`Trainers::join`](crate::comm::Trainers::join).
-    pub(super) async fn join(&self, meeting: Meeting, places: Places, packing: Packing) -> Result<()> {
+    pub(super) async fn join(&self, meeting: Rendezvous, places: RankRange, packing: Packing) -> Result<()> {
         self.order(Order::Join(meeting, places, packing)).await
     }
 

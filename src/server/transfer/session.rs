@@ -10,7 +10,7 @@ use tokio::time::timeout;
 
 use super::layout::{Announced, Cursor, Packing, broadcasts};
 use super::{Call, Groups, Order, Waiter};
-use crate::comm::{Patience, Pieces, TrainerGroup};
+use crate::comm::{ByteSink, TrainerGroup, TrainerTimeout};
 use crate::engine::RunningPolicy;
 use crate::error::{Error, Result};
 use crate::server::context::ServingContext;
@@ -46,11 +46,11 @@ pub(super) struct Link {
 }
 
 /// Ends the waits of a call whose work is dropped.
-struct EndOnDrop(Patience);
+struct EndOnDrop(TrainerTimeout);
 
 impl Drop for EndOnDrop {
     fn drop(&mut self) {
-        self.0.end();
+        self.0.cancel();
     }
 }
 
@@ -71,8 +71,8 @@ impl Link {
                 order if self.is_late(&order) => waiter.answer(Err(no_update())),
                 Order::Join(meeting, places, packing) => {
                     self.leave().await;
-                    let join = move |context: &ServingContext, patience: &Patience| {
-                        context.trainers.join(&meeting, places, patience)
+                    let join = move |context: &ServingContext, timeout: &TrainerTimeout| {
+                        context.trainers.join(&meeting, places, timeout)
                     };
                     let result = self.join(join, packing, &mut waiter).await;
                     waiter.answer(result);
@@ -100,14 +100,14 @@ impl Link {
 
     async fn join(
         &mut self,
-        join: impl FnOnce(&ServingContext, &Patience) -> Result<TrainerGroup> + Send + 'static,
+        join: impl FnOnce(&ServingContext, &TrainerTimeout) -> Result<TrainerGroup> + Send + 'static,
         packing: Packing,
         waiter: &mut Waiter,
     ) -> Result<()> {
         let (context, _running) = self.gate.admit()?;
-        let patience = Patience::new(context.update_idle);
-        let _end = EndOnDrop(patience.clone());
-        let joining = spawn_blocking(move || join(&context, &patience));
+        let timeout = TrainerTimeout::new(context.update_idle);
+        let _end = EndOnDrop(timeout.clone());
+        let joining = spawn_blocking(move || join(&context, &timeout));
         let group = tokio::select! {
             group = joining => group.map_err(|e| Error::Internal(format!("joining a trainer failed: {e}")))??,
             () = waiter.gone() => return Err(Error::Aborted("the trainer is gone".into())),
@@ -231,12 +231,12 @@ async fn receive(
     let (broadcasts, sizes) = broadcasts(&tensors, packing)?;
     check_room(context, &broadcasts, packing, joined.packing)?;
     let mut refused = push.declare(tensors.clone()).await;
-    let patience = Patience::new(context.update_idle);
-    let _end = EndOnDrop(patience.clone());
+    let timeout = TrainerTimeout::new(context.update_idle);
+    let _end = EndOnDrop(timeout.clone());
     let (sender, mut pieces) = mpsc::channel(PIECES);
-    let take: Pieces = Box::new(move |piece| sender.blocking_send(Bytes::copy_from_slice(piece)).is_ok());
+    let take: ByteSink = Box::new(move |piece| sender.blocking_send(Bytes::copy_from_slice(piece)).is_ok());
     let group = joined.group.clone();
-    let receiving = spawn_blocking(move || group.receive(broadcasts, take, &patience));
+    let receiving = spawn_blocking(move || group.receive(broadcasts, take, &timeout));
     let mut cursor = Cursor::new(declared as u32, sizes);
     let received = async {
         while let (Ok(()), Some(mut piece)) = (&refused, pieces.recv().await) {

@@ -8,7 +8,7 @@ use std::sync::Arc;
 
 use candle_core::quantized::GgmlDType;
 use candle_core::quantized::gguf_file::{Content, TensorInfo, Value};
-use rollout_kernels::WeightDtype;
+use rollout_kernels::StorageDtype;
 use rollout_kernels::host::dequantise;
 
 use super::digest::digest_of_rows;
@@ -88,7 +88,7 @@ impl GgufCheckpoint {
         &self,
         name: &str,
         slice: &Slice,
-        dtype: WeightDtype,
+        dtype: StorageDtype,
         out: &mut [f32],
     ) -> Option<Result<()>> {
         let entry = self.entries.get(name)?;
@@ -143,7 +143,7 @@ impl Entry {
 
     /// De-quantises a slice row by row from `bytes`, those of the whole tensor. Rows of whole blocks go straight to
     /// `out`; where the slice cuts a block, they are de-quantised in whole blocks and copied.
-    fn read_f32(&self, bytes: &[u8], slice: &Slice, dtype: WeightDtype, out: &mut [f32]) {
+    fn read_f32(&self, bytes: &[u8], slice: &Slice, dtype: StorageDtype, out: &mut [f32]) {
         assert_eq!(out.len(), slice.len(), "values of the slice");
         if slice.is_empty() {
             return;

@@ -15,13 +15,13 @@ pub(super) struct MappedFile {
     path: PathBuf,
     file: File,
     map: BorrowedMap,
-    opened: Stamp,
+    opened: FileStamp,
 }
 
 /// What the system knows of a file's content. Between two equal stamps nobody has written to the file, as far as the
 /// resolution of the system's clock can tell.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Stamp {
+pub struct FileStamp {
     /// Device and inode.
     file: (u64, u64),
     bytes: u64,
@@ -31,7 +31,7 @@ pub struct Stamp {
     changed: (i64, i64),
 }
 
-impl Stamp {
+impl FileStamp {
     fn of(file: &Metadata) -> Self {
         Self {
             file: (file.dev(), file.ino()),
@@ -51,7 +51,7 @@ impl MappedFile {
         let fail = |e: std::io::Error| unreadable(path, &e);
         let file = File::open(path).map_err(fail)?;
         let map = BorrowedMap::new(&file).map_err(fail)?;
-        let opened = Stamp::of(&file.metadata().map_err(fail)?);
+        let opened = FileStamp::of(&file.metadata().map_err(fail)?);
         Ok(Self { path: path.into(), file, map, opened })
     }
 
@@ -81,7 +81,7 @@ impl MappedFile {
     }
 
     /// The stamp of the file when it was opened.
-    pub fn opened(&self) -> Stamp {
+    pub fn opened(&self) -> FileStamp {
         self.opened
     }
 
@@ -89,13 +89,13 @@ impl MappedFile {
     ///
     /// # Errors
     /// `DataLoss` if the file is shorter than what is mapped, or was so when it was read.
-    pub fn stamp(&self) -> Result<Stamp> {
+    pub fn stamp(&self) -> Result<FileStamp> {
         let now = self.file.metadata().map_err(|e| self.lost(&format!("cannot be read: {e}")))?;
         if self.map.is_lost() || now.len() < self.bytes() as u64 {
             let what = format!("was cut short while it served: it has {} bytes and had {}", now.len(), self.bytes());
             return Err(self.lost(&what));
         }
-        Ok(Stamp::of(&now))
+        Ok(FileStamp::of(&now))
     }
 
     /// The error for this file, of which `what` is wrong. It has the file's name only, because clients are not to learn

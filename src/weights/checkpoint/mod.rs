@@ -13,7 +13,7 @@ use std::io::{self, ErrorKind};
 use std::ops::Range;
 use std::path::Path;
 
-use rollout_kernels::WeightDtype;
+use rollout_kernels::StorageDtype;
 use rollout_kernels::host::to_f32;
 
 use self::mapped::MappedFile;
@@ -22,7 +22,7 @@ use crate::error::{Error, Result};
 use crate::memory::Identity;
 
 pub use gguf::{GgufCheckpoint, GgufMetadata};
-pub use mapped::Stamp;
+pub use mapped::FileStamp;
 pub use safetensors::SafetensorsCheckpoint;
 pub use source::{ModelFiles, ModelSource, TokenizerFiles};
 
@@ -82,7 +82,7 @@ impl Checkpoint {
             Self::Safetensors(c) => c.read(name, slice, use_values).ok_or_else(|| missing(name))?,
             Self::Gguf(c) => {
                 let mut values = vec![0.0; slice.len()];
-                let read = c.read_f32(name, slice, WeightDtype::F32, &mut values).ok_or_else(|| missing(name))?;
+                let read = c.read_f32(name, slice, StorageDtype::F32, &mut values).ok_or_else(|| missing(name))?;
                 let used = use_values(TensorData::F32(values.into()));
                 read.map(|()| used)
             }
@@ -96,10 +96,10 @@ impl Checkpoint {
     ///
     /// # Panics
     /// If `out` has another length.
-    pub fn read_f32(&self, name: &str, slice: &Slice, dtype: WeightDtype, out: &mut [f32]) -> Result<()> {
+    pub fn read_f32(&self, name: &str, slice: &Slice, dtype: StorageDtype, out: &mut [f32]) -> Result<()> {
         self.check_slice(name, slice)?;
         match self {
-            Self::Safetensors(c) => c.read(name, slice, |stored| to_f32(stored.as_rows(), dtype, out)),
+            Self::Safetensors(c) => c.read(name, slice, |stored| to_f32(stored.view(), dtype, out)),
             Self::Gguf(c) => c.read_f32(name, slice, dtype, out),
         }
         .ok_or_else(|| missing(name))?
@@ -128,7 +128,7 @@ impl Checkpoint {
     }
 
     /// The stamp of each file when it was opened.
-    pub fn opened(&self) -> Vec<Stamp> {
+    pub fn opened(&self) -> Vec<FileStamp> {
         self.files().iter().map(MappedFile::opened).collect()
     }
 
@@ -136,7 +136,7 @@ impl Checkpoint {
     ///
     /// # Errors
     /// `DataLoss` naming a file that was cut short.
-    pub fn stamps(&self) -> Result<Vec<Stamp>> {
+    pub fn stamps(&self) -> Result<Vec<FileStamp>> {
         self.files().iter().map(MappedFile::stamp).collect()
     }
 

@@ -11,7 +11,7 @@ use super::digest::digest_of_rows;
 use super::mapped::MappedFile;
 use super::{is_there, unreadable};
 use crate::error::{Error, Result};
-use crate::weights::parameters::{Dtype, Slice, TensorData, matrix_shape};
+use crate::weights::parameters::{Dtype, Slice, TensorData, matrix_shape, tensor_of_bytes};
 
 /// The file of a model that is not sharded.
 pub(super) const SINGLE: &str = "model.safetensors";
@@ -131,7 +131,7 @@ impl SafetensorsCheckpoint {
     ) -> Option<Result<T>> {
         let entry = self.entries.get(name)?;
         let (_, cols) = matrix_shape(&entry.shape);
-        let use_bytes = |bytes: &[u8]| use_values(TensorData::of_bytes(entry.dtype, bytes, cols, slice));
+        let use_bytes = |bytes: &[u8]| use_values(tensor_of_bytes(entry.dtype, bytes, cols, slice));
         Some(self.files[entry.file].read(entry.bytes.clone(), use_bytes))
     }
 

@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 
 use rollout_kernels::host::round;
-use rollout_kernels::{LoraDelta, LowRank, Magnitude, Replacement, StoredValues, WeightChange};
+use rollout_kernels::{LoraDelta, LowRank, Magnitude, Replacement, WeightChange};
 
 use super::Adapter;
 use crate::weights::parameters::{Dtype, TensorData};
@@ -53,12 +53,12 @@ pub(super) struct LowRankSpec {
     pub cols: usize,
     pub scaling: f32,
     pub roundings: Vec<Dtype>,
-    pub kind: Kind,
+    pub kind: FactorKind,
 }
 
 /// What a pair of factors is to the matrix that it changes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Kind {
+pub(super) enum FactorKind {
     /// The matrix is a linear layer's alone.
     Linear,
     /// The factors are of the head, whose matrix is the embedding.
@@ -97,10 +97,8 @@ impl ChangeSpec {
     fn build<'t>(self, serving: Dtype, values: &dyn Fn(usize) -> TensorData<'t>) -> WeightChange {
         let replacement = self.whole.map(|whole| Replacement {
             values: match (serving, values(whole.tensor)) {
-                (Dtype::Bf16, data) => StoredValues::Bf16(data.into_bf16().into_owned()),
-                (_, TensorData::F32(data)) => StoredValues::F32(data.into_owned()),
-                (_, TensorData::F16(data)) => StoredValues::F16(data.into_owned()),
-                (_, TensorData::Bf16(data)) => StoredValues::Bf16(data.into_owned()),
+                (Dtype::Bf16, data) => TensorData::Bf16(data.into_bf16()).into_owned(),
+                (_, data) => data.into_owned(),
             },
             cols: whole.cols,
         });
@@ -124,15 +122,15 @@ impl LowRankSpec {
         let Self { rank, rows, cols, scaling, roundings, kind, .. } = self;
         let (a, b) = (values(self.a).into_f32(), values(self.b).into_f32());
         let (a, b) = match kind {
-            Kind::Embedding => (transpose(&b, rank), transpose(&a, rows)),
-            Kind::Linear | Kind::TiedHead => (a.into_owned(), b.into_owned()),
+            FactorKind::Embedding => (transpose(&b, rank), transpose(&a, rows)),
+            FactorKind::Linear | FactorKind::TiedHead => (a.into_owned(), b.into_owned()),
         };
         let magnitude = self.magnitude.map(|(tensor, sum, factor)| Magnitude {
             lengths: values(tensor).into_f32().into_owned(),
             sum,
             factor,
         });
-        LowRank { rank, cols, a, b, scaling, roundings, magnitude, linear: kind == Kind::Linear }
+        LowRank { rank, cols, a, b, scaling, roundings, magnitude, linear: kind == FactorKind::Linear }
     }
 }
 

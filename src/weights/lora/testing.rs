@@ -1,6 +1,6 @@
 //! Merges in the host's memory, for tests.
 
-use rollout_kernels::{Backend, DeviceOptions, MatrixShape, Merge, MergeBase, RowBits, WeightDtype};
+use rollout_kernels::{Backend, DeviceOptions, MatrixShape, Merge, MergeBase, StorageDtype};
 
 use super::Adapter;
 use crate::weights::Slice;
@@ -16,7 +16,7 @@ impl Adapter {
         }
         let device = Backend::Cpu.open(&DeviceOptions { kernel, ..DeviceOptions::default() }).unwrap();
         let (n, k) = (slice.rows.len(), slice.cols.len());
-        let mut merged = device.zeros(MatrixShape { dtype: WeightDtype::F32, n, k, leaves: 1 }).unwrap();
+        let mut merged = device.zeros(MatrixShape { dtype: StorageDtype::F32, n, k, leaves: 1 }).unwrap();
         let base = values.to_vec();
         let read = |rows: std::ops::Range<usize>, columns: std::ops::Range<usize>, out: &mut [f32]| {
             assert_eq!(columns, slice.cols, "a test merges all columns of its slice");
@@ -26,6 +26,6 @@ impl Adapter {
         let merge =
             Merge { change, base, rows: slice.rows.clone(), columns: slice.cols.clone(), width: slice.cols.end };
         device.ops().merge_rows(&mut merged, 0, &merge).unwrap();
-        merged.read_rows(0, RowBits::F32(values));
+        merged.read_f32(0, values);
     }
 }

@@ -11,8 +11,8 @@ use crate::error::Result;
 
 pub use partition::Partition;
 pub use shard::{ParamSpec, ShardRule, Slice, head_range, matrix_shape};
-pub(in crate::weights) use tensor::slice_of_bytes;
 pub use tensor::{Dtype, TensorData};
+pub(in crate::weights) use tensor::{slice_of_bytes, tensor_of_bytes};
 
 /// All parameters of a model in the model's order, and how they serve. Pushes are checked against them.
 #[derive(Clone, Debug)]

@@ -6,8 +6,9 @@ use super::receipt::Receipt;
 use super::reservation::adapter_bytes;
 use crate::error::{Error, Result};
 use crate::memory::{Traffic, human_bytes};
+use crate::weights::Slice;
 use crate::weights::lora::{Adapter, AdapterSpec, AdapterTensor};
-use crate::weights::{Slice, TensorData};
+use crate::weights::parameters::tensor_of_bytes;
 
 /// The adapter of a LORA push. Other pushes have an empty one.
 pub(super) struct PushedAdapter {
@@ -73,7 +74,7 @@ impl PushedAdapter {
             let entry = &tensors[i].entry;
             let bytes = receipts[i].verified().expect("LORA tensors are not taken");
             let whole = Slice::whole(&entry.shape);
-            TensorData::of_bytes(entry.dtype, bytes, whole.cols.end, &whole)
+            tensor_of_bytes(entry.dtype, bytes, whole.cols.end, &whole)
         });
         if self.unmerged {
             adapter.check_unmerged()?;

@@ -10,6 +10,7 @@ use super::buffer::Buffer;
 use super::threads::in_parallel;
 use super::verify::first_not_finite;
 use crate::error::{Error, Result};
+use crate::weights::parameters::tensor_of_bytes;
 use crate::weights::{Dtype, Slice, TensorData};
 
 /// Bytes of the gap between two indices in a payload.
@@ -83,7 +84,7 @@ impl ParameterDelta {
     pub fn changes(&self) -> Changes<'_> {
         let changed = self.indices.len();
         let (values, all) = (&self.payload[changed * GAP_BYTES..], Slice { rows: 0..changed, cols: 0..1 });
-        Changes { indices: &self.indices, values: TensorData::of_bytes(self.dtype, values, 1, &all) }
+        Changes { indices: &self.indices, values: tensor_of_bytes(self.dtype, values, 1, &all) }
     }
 }
 

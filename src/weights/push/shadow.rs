@@ -9,12 +9,13 @@ use std::collections::HashMap;
 use std::fmt;
 use std::ops::Range;
 
-use rollout_kernels::{BorrowedRows, Matrix, WeightDtype, host};
+use rollout_kernels::{BorrowedRows, Matrix, StorageDtype, host};
 
 use super::names::ParameterMapping;
 use super::row_stream::{RowLayout, Rows};
 use crate::error::{Error, Result};
-use crate::weights::{Slice, TensorData};
+use crate::weights::Slice;
+use crate::weights::parameters::tensor_of_bytes;
 
 /// Storage for a complete set of weights on all ranks, which a FULL push is packed into.
 #[derive(Default)]
@@ -62,7 +63,7 @@ enum Storage {
     /// All vectors, in float32 that `dtype` can represent.
     Vectors {
         values: Vec<f32>,
-        dtype: WeightDtype,
+        dtype: StorageDtype,
     },
 }
 
@@ -124,11 +125,11 @@ impl ShadowTensor {
         let RowLayout { dtype, columns } = rows.layout;
         for Landing { shard, rows: mine, start, first_column } in self.landings(mapping, rows.range()) {
             let slice = Slice { rows: mine.start - rows.first..mine.end - rows.first, cols: 0..columns };
-            let values = TensorData::of_bytes(dtype, rows.bytes, columns, &slice);
+            let values = tensor_of_bytes(dtype, rows.bytes, columns, &slice);
             match &mut self.shards[shard].storage {
-                Storage::Matrix(matrix) => matrix.write_columns(start, values.as_rows(), columns, first_column),
+                Storage::Matrix(matrix) => matrix.write_columns(start, values.view(), columns, first_column),
                 Storage::Vectors { values: all, dtype } => {
-                    host::to_f32(values.as_rows(), *dtype, &mut all[start..start + mine.len()]);
+                    host::to_f32(values.view(), *dtype, &mut all[start..start + mine.len()]);
                 }
             }
         }
@@ -181,7 +182,7 @@ impl ShadowShard {
     }
 
     /// A shard of vectors that serve in `dtype`. Each comes with the part of it that the rank holds.
-    pub fn vectors(dtype: WeightDtype, parameters: impl Iterator<Item = (String, Slice)>) -> Self {
+    pub fn vectors(dtype: StorageDtype, parameters: impl Iterator<Item = (String, Slice)>) -> Self {
         let (placements, len) = place(parameters);
         Self { placements, storage: Storage::Vectors { values: vec![0.0; len], dtype } }
     }

@@ -4,6 +4,7 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 
 use super::buffer::Buffer;
+use crate::weights::parameters::tensor_of_bytes;
 use crate::weights::{Dtype, Slice, TensorData};
 
 /// New values of whole parameters, by the model's names (unfused, unprefixed).
@@ -44,7 +45,7 @@ impl Tensors {
         let Location { tensor, first_row } = self.parameters.get(parameter)?;
         let rows = first_row + slice.rows.start..first_row + slice.rows.end;
         let slice = Slice { rows, cols: slice.cols.clone() };
-        Some(TensorData::of_bytes(tensor.dtype, &tensor.bytes, tensor.columns, &slice))
+        Some(tensor_of_bytes(tensor.dtype, &tensor.bytes, tensor.columns, &slice))
     }
 
     pub(super) fn is_empty(&self) -> bool {

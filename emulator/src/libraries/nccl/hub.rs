@@ -1,9 +1,9 @@
-//! Where the ranks of a communicator meet. It is in the process that made the communicator's id.
+//! The hub of a communicator's ranks. It is in the process that made the communicator's id.
 
 use std::collections::{HashMap, VecDeque};
 use std::sync::{Arc, Condvar, Mutex};
 
-use super::super::number::Type;
+use super::super::number::ElementType;
 
 /// Sums and the like, by their `ncclRedOp_t`.
 const PRODUCT: u8 = 1;
@@ -12,7 +12,7 @@ const MIN: u8 = 3;
 const AVERAGE: u8 = 4;
 
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub enum Kind {
+pub enum CollectiveKind {
     AllReduce,
     Reduce,
     Broadcast,
@@ -22,11 +22,11 @@ pub enum Kind {
 
 /// A collective, as all ranks must call it.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub struct Call {
-    pub kind: Kind,
+pub struct Collective {
+    pub kind: CollectiveKind,
     /// Elements of what a rank gives or, where the sum is scattered, gets.
     pub count: u64,
-    pub ty: Type,
+    pub ty: ElementType,
     pub op: u8,
     pub root: u32,
     /// How many collectives the rank has called before it, those that were captured too.
@@ -35,10 +35,10 @@ pub struct Call {
     pub is_captured: bool,
 }
 
-/// Why a rank gets nothing.
+/// The reason why a rank gets no result.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub enum Failure {
-    /// It has given up itself.
+pub enum CollectiveError {
+    /// It has aborted the call itself.
     Aborted,
     /// The ranks do not call the same: the real library hangs, or mixes up data.
     Disagreement,
@@ -47,10 +47,10 @@ pub enum Failure {
 #[derive(Default)]
 struct State {
     joined: usize,
-    /// What each rank has come with to the collective that goes on.
-    given: Vec<Option<(Call, Vec<u8>)>>,
-    /// What each rank gets from the last one.
-    results: Vec<Option<Result<Vec<u8>, Failure>>>,
+    /// Each rank's call and data for the current collective.
+    given: Vec<Option<(Collective, Vec<u8>)>>,
+    /// Each rank's result of the last collective.
+    results: Vec<Option<Result<Vec<u8>, CollectiveError>>>,
     /// Messages from one rank to another that were not received yet.
     mail: HashMap<(usize, usize), VecDeque<Vec<u8>>>,
     aborted: Vec<bool>,
@@ -64,8 +64,8 @@ pub struct Hub {
     change: Condvar,
 }
 
-impl Call {
-    /// What is wrong about calls that are not all the same.
+impl Collective {
+    /// How calls differ that must be the same.
     fn disagreement(calls: &[Self]) -> &'static str {
         let all_are = |same: fn(&Self, &Self) -> bool| calls.iter().all(|call| same(call, &calls[0]));
         if !all_are(|a, b| a.is_captured == b.is_captured) {
@@ -81,25 +81,25 @@ impl Call {
     pub fn input_bytes(&self, rank: usize, ranks: usize) -> usize {
         let bytes = self.count as usize * self.ty.bytes();
         match self.kind {
-            Kind::ReduceScatter => bytes * ranks,
-            Kind::Broadcast if self.root as usize != rank => 0,
+            CollectiveKind::ReduceScatter => bytes * ranks,
+            CollectiveKind::Broadcast if self.root as usize != rank => 0,
             _ => bytes,
         }
     }
 
-    /// What each rank gets, if these are given.
+    /// The results of all ranks for these inputs.
     fn results(&self, inputs: &[Vec<u8>]) -> Vec<Vec<u8>> {
         let (ranks, root) = (inputs.len(), self.root as usize);
         match self.kind {
-            Kind::Broadcast => vec![inputs[root].clone(); ranks],
-            Kind::AllGather => vec![inputs.concat(); ranks],
-            Kind::AllReduce => vec![self.reduce(inputs); ranks],
-            Kind::Reduce => {
+            CollectiveKind::Broadcast => vec![inputs[root].clone(); ranks],
+            CollectiveKind::AllGather => vec![inputs.concat(); ranks],
+            CollectiveKind::AllReduce => vec![self.reduce(inputs); ranks],
+            CollectiveKind::Reduce => {
                 let mut results = vec![Vec::new(); ranks];
                 results[root] = self.reduce(inputs);
                 results
             }
-            Kind::ReduceScatter => {
+            CollectiveKind::ReduceScatter => {
                 let all = self.reduce(inputs);
                 all.chunks(all.len().div_ceil(ranks).max(1)).map(<[u8]>::to_vec).collect()
             }
@@ -109,8 +109,8 @@ impl Call {
     /// Element by element, in the order of the ranks, rounded to float32 at each step unless the type is wider.
     fn reduce(&self, inputs: &[Vec<u8>]) -> Vec<u8> {
         let mut out = vec![0; inputs[0].len()];
-        let round = |x: f64| if self.ty == Type::F64 { x } else { f64::from(x as f32) };
-        let whole = !matches!(self.ty, Type::F16 | Type::Bf16 | Type::F32 | Type::F64);
+        let round = |x: f64| if self.ty == ElementType::F64 { x } else { f64::from(x as f32) };
+        let whole = !matches!(self.ty, ElementType::F16 | ElementType::Bf16 | ElementType::F32 | ElementType::F64);
         for at in (0..out.len()).step_by(self.ty.bytes()) {
             let values = inputs.iter().map(|input| self.ty.get(&input[at..]));
             let combine = |a: f64, b: f64| match self.op {
@@ -145,11 +145,11 @@ impl Hub {
     }
 
     /// Waits until all ranks have joined.
-    pub fn wait_for_all(&self, rank: usize) -> Result<(), Failure> {
+    pub fn wait_for_all(&self, rank: usize) -> Result<(), CollectiveError> {
         let mut state = self.state.lock().unwrap();
         while state.joined < self.ranks {
             if state.aborted[rank] {
-                return Err(Failure::Aborted);
+                return Err(CollectiveError::Aborted);
             }
             state = self.change.wait(state).unwrap();
         }
@@ -157,7 +157,7 @@ impl Hub {
     }
 
     /// Comes to a collective, waits for the others, and gives what the rank gets.
-    pub fn collective(&self, rank: usize, call: Call, input: Vec<u8>) -> Result<Vec<u8>, Failure> {
+    pub fn collective(&self, rank: usize, call: Collective, input: Vec<u8>) -> Result<Vec<u8>, CollectiveError> {
         let mut state = self.state.lock().unwrap();
         state.given[rank] = Some((call, input));
         if state.given.iter().all(Option::is_some) {
@@ -166,9 +166,9 @@ impl Hub {
                 let results = call.results(&inputs);
                 state.results = results.into_iter().map(|result| Some(Ok(result))).collect();
             } else {
-                let what = Call::disagreement(&calls);
+                let what = Collective::disagreement(&calls);
                 eprintln!("emulator: the ranks of a communicator disagree about a collective: {what}: {calls:?}");
-                state.results = vec![Some(Err(Failure::Disagreement)); self.ranks];
+                state.results = vec![Some(Err(CollectiveError::Disagreement)); self.ranks];
             }
             self.change.notify_all();
         }
@@ -177,7 +177,7 @@ impl Hub {
                 return result;
             }
             if state.aborted[rank] {
-                return Err(Failure::Aborted);
+                return Err(CollectiveError::Aborted);
             }
             state = self.change.wait(state).unwrap();
         }
@@ -190,14 +190,14 @@ impl Hub {
     }
 
     /// Waits for a message from another rank.
-    pub fn receive(&self, rank: usize, from: usize) -> Result<Vec<u8>, Failure> {
+    pub fn receive(&self, rank: usize, from: usize) -> Result<Vec<u8>, CollectiveError> {
         let mut state = self.state.lock().unwrap();
         loop {
             if let Some(data) = state.mail.get_mut(&(from, rank)).and_then(VecDeque::pop_front) {
                 return Ok(data);
             }
             if state.aborted[rank] {
-                return Err(Failure::Aborted);
+                return Err(CollectiveError::Aborted);
             }
             state = self.change.wait(state).unwrap();
         }

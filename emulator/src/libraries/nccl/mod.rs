@@ -14,12 +14,12 @@ use std::sync::{Arc, Condvar, Mutex};
 use std::time::{Duration, Instant};
 
 use crate::entry_points::{entry_points, missing};
-use crate::error::{Code, LAUNCH_FAILED, Result};
+use crate::error::{ErrorCode, LAUNCH_FAILED, Result};
 use crate::handles::{Handle, Handles};
 use crate::memory;
-use crate::stream::{Kind as OperationKind, Operation, current_device, stream};
-use hub::{Call, Failure, Hub, Kind};
-use wire::{Connection, Request, type_of};
+use crate::stream::{Operation, OperationKind, current_device, stream};
+use hub::{Collective, CollectiveError, CollectiveKind, Hub};
+use wire::{HubConnection, Request, type_of};
 
 const UNHANDLED_CUDA_ERROR: i32 = 1;
 const SYSTEM_ERROR: i32 = 2;
@@ -29,11 +29,11 @@ const REMOTE_ERROR: i32 = 6;
 const IN_PROGRESS: i32 = 7;
 /// How long a communicator that ends waits for launches of graphs that have been destroyed.
 const END_OF_GRAPHS: Duration = Duration::from_secs(2);
-/// What `ncclConfig_t` says of itself.
+/// The magic number of `ncclConfig_t`.
 const CONFIG_MAGIC: u32 = 0xcafe_beef;
 
 /// The library's status for a code, which may be one already.
-fn status_of(code: Code) -> i32 {
+fn status_of(code: ErrorCode) -> i32 {
     if (1..=7).contains(&code) { code } else { UNHANDLED_CUDA_ERROR }
 }
 
@@ -44,7 +44,7 @@ pub struct UniqueId([u64; 16]);
 
 /// The first members of `ncclConfig_t`, as since version 2.14.
 #[repr(C)]
-pub struct Config {
+pub struct NcclConfig {
     size: usize,
     magic: u32,
     version: u32,
@@ -54,7 +54,7 @@ pub struct Config {
 /// How a rank reaches its hub.
 enum Link {
     Local(Arc<Hub>),
-    Remote(Connection),
+    Remote(HubConnection),
 }
 
 struct Comm {
@@ -102,12 +102,12 @@ impl Comm {
             Link::Local(hub)
         } else {
             let port = u16::try_from(port).map_err(|_| INVALID_ARGUMENT)?;
-            Link::Remote(Connection::open(port, number, ranks, rank).map_err(|_| SYSTEM_ERROR)?)
+            Link::Remote(HubConnection::open(port, number, ranks, rank).map_err(|_| SYSTEM_ERROR)?)
         };
         Ok(Self::new(link, rank, ranks, device))
     }
 
-    /// What the hub answers, or nothing once the rank has aborted.
+    /// The hub's answer, or nothing once the rank has aborted.
     fn ask(&self, request: Request) -> Option<Result<Vec<u8>>> {
         let answer = match &self.link {
             Link::Local(hub) => request.answer(hub, self.rank),
@@ -115,19 +115,19 @@ impl Comm {
                 Ok(answer) => answer,
                 Err(_) => {
                     self.lost.store(true, Ordering::SeqCst);
-                    // As in NCCL, who waits for a rank that is gone waits until its communicator is aborted.
+                    // As in NCCL, a wait for a rank that is gone lasts until the communicator is aborted.
                     let mut aborted = self.aborted.lock().unwrap();
                     while !*aborted {
                         aborted = self.abort.wait(aborted).unwrap();
                     }
-                    Err(Failure::Aborted)
+                    Err(CollectiveError::Aborted)
                 }
             },
         };
         match answer {
             Ok(data) => Some(Ok(data)),
-            Err(Failure::Disagreement) => Some(Err(LAUNCH_FAILED)),
-            Err(Failure::Aborted) => None,
+            Err(CollectiveError::Disagreement) => Some(Err(LAUNCH_FAILED)),
+            Err(CollectiveError::Aborted) => None,
         }
     }
 
@@ -210,7 +210,7 @@ fn collective(
     on: Handle,
     from: u64,
     to: u64,
-    kind: Kind,
+    kind: CollectiveKind,
     (count, ty, op, root): (usize, i32, i32, i32),
 ) -> Result {
     let own = of(comm)?;
@@ -220,7 +220,7 @@ fn collective(
         return Err(INVALID_ARGUMENT);
     }
     let (index, is_captured) = (own.calls.fetch_add(1, Ordering::Relaxed), stream(on)?.capture().is_some());
-    let call = Call { kind, count: count as u64, ty, op, root: root as u32, index, is_captured };
+    let call = Collective { kind, count: count as u64, ty, op, root: root as u32, index, is_captured };
     let bytes = call.input_bytes(own.rank, own.ranks);
     push(comm, on, (from, bytes), to, move |data| Request::Collective(call, data))
 }
@@ -260,8 +260,8 @@ entry_points! {
         Ok(())
     }
     fn ncclCommInitRank(out: *mut Handle, ranks: i32, id: UniqueId, rank: i32) { init(out, ranks, id, rank, true) }
-    fn ncclCommInitRankConfig(out: *mut Handle, ranks: i32, id: UniqueId, rank: i32, config: *const Config) {
-        if !config.is_null() && ((*config).magic != CONFIG_MAGIC || (*config).size < size_of::<Config>()) {
+    fn ncclCommInitRankConfig(out: *mut Handle, ranks: i32, id: UniqueId, rank: i32, config: *const NcclConfig) {
+        if !config.is_null() && ((*config).magic != CONFIG_MAGIC || (*config).size < size_of::<NcclConfig>()) {
             return Err(INVALID_ARGUMENT);
         }
         init(out, ranks, id, rank, config.is_null() || (*config).blocking != 0)?;
@@ -291,22 +291,22 @@ entry_points! {
     fn ncclGroupStart() { GROUP.set(GROUP.get() + 1); Ok(()) }
     fn ncclGroupEnd() { GROUP.set(GROUP.get().checked_sub(1).ok_or(INVALID_USAGE)?); Ok(()) }
     fn ncclAllReduce(from: u64, to: u64, count: usize, ty: i32, op: i32, comm: Handle, on: Handle) {
-        collective(comm, on, from, to, Kind::AllReduce, (count, ty, op, 0))
+        collective(comm, on, from, to, CollectiveKind::AllReduce, (count, ty, op, 0))
     }
     fn ncclReduce(from: u64, to: u64, count: usize, ty: i32, op: i32, root: i32, comm: Handle, on: Handle) {
-        collective(comm, on, from, to, Kind::Reduce, (count, ty, op, root))
+        collective(comm, on, from, to, CollectiveKind::Reduce, (count, ty, op, root))
     }
     fn ncclBroadcast(from: u64, to: u64, count: usize, ty: i32, root: i32, comm: Handle, on: Handle) {
-        collective(comm, on, from, to, Kind::Broadcast, (count, ty, 0, root))
+        collective(comm, on, from, to, CollectiveKind::Broadcast, (count, ty, 0, root))
     }
     fn ncclBcast(at: u64, count: usize, ty: i32, root: i32, comm: Handle, on: Handle) {
-        collective(comm, on, at, at, Kind::Broadcast, (count, ty, 0, root))
+        collective(comm, on, at, at, CollectiveKind::Broadcast, (count, ty, 0, root))
     }
     fn ncclAllGather(from: u64, to: u64, count: usize, ty: i32, comm: Handle, on: Handle) {
-        collective(comm, on, from, to, Kind::AllGather, (count, ty, 0, 0))
+        collective(comm, on, from, to, CollectiveKind::AllGather, (count, ty, 0, 0))
     }
     fn ncclReduceScatter(from: u64, to: u64, count: usize, ty: i32, op: i32, comm: Handle, on: Handle) {
-        collective(comm, on, from, to, Kind::ReduceScatter, (count, ty, op, 0))
+        collective(comm, on, from, to, CollectiveKind::ReduceScatter, (count, ty, op, 0))
     }
     fn ncclSend(from: u64, count: usize, ty: i32, peer: i32, comm: Handle, on: Handle) {
         let ty = u8::try_from(ty).ok().and_then(type_of).ok_or(INVALID_ARGUMENT)?;

@@ -7,28 +7,44 @@ use std::net::{Ipv4Addr, TcpListener, TcpStream};
 use std::sync::mpsc::channel;
 use std::sync::{Arc, LazyLock, Mutex, OnceLock};
 
-use super::super::number::Type;
-use super::hub::{Call, Failure, Hub, Kind};
+use super::super::number::ElementType;
+use super::hub::{Collective, CollectiveError, CollectiveKind, Hub};
 
-const KINDS: [Kind; 5] = [Kind::AllReduce, Kind::Reduce, Kind::Broadcast, Kind::AllGather, Kind::ReduceScatter];
+const KINDS: [CollectiveKind; 5] = [
+    CollectiveKind::AllReduce,
+    CollectiveKind::Reduce,
+    CollectiveKind::Broadcast,
+    CollectiveKind::AllGather,
+    CollectiveKind::ReduceScatter,
+];
 
-/// What a rank asks of the hub.
+/// A rank's request to the hub.
 #[derive(PartialEq, Debug)]
 pub enum Request {
     WaitForAll,
-    Collective(Call, Vec<u8>),
+    Collective(Collective, Vec<u8>),
     Send(usize, Vec<u8>),
     Receive(usize),
 }
 
 /// Element types by their `ncclDataType_t`.
-pub fn type_of(code: u8) -> Option<Type> {
-    const TYPES: [Type; 10] =
-        [Type::I8, Type::U8, Type::I32, Type::U32, Type::I64, Type::U64, Type::F16, Type::F32, Type::F64, Type::Bf16];
+pub fn type_of(code: u8) -> Option<ElementType> {
+    const TYPES: [ElementType; 10] = [
+        ElementType::I8,
+        ElementType::U8,
+        ElementType::I32,
+        ElementType::U32,
+        ElementType::I64,
+        ElementType::U64,
+        ElementType::F16,
+        ElementType::F32,
+        ElementType::F64,
+        ElementType::Bf16,
+    ];
     TYPES.get(usize::from(code)).copied()
 }
 
-fn code_of(ty: Type) -> u8 {
+fn code_of(ty: ElementType) -> u8 {
     (0..).find(|&code| type_of(code) == Some(ty)).expect("each type has its code")
 }
 
@@ -88,7 +104,7 @@ impl Request {
                 let ty = type_of(read_number(from)? as u8).ok_or_else(wrong)?;
                 let (op, root) = (read_number(from)? as u8, read_number(from)? as u32);
                 let (index, is_captured) = (read_number(from)?, read_number(from)? != 0);
-                Self::Collective(Call { kind, count, ty, op, root, index, is_captured }, read_data(from)?)
+                Self::Collective(Collective { kind, count, ty, op, root, index, is_captured }, read_data(from)?)
             }
             2 => Self::Send(read_number(from)? as usize, read_data(from)?),
             3 => Self::Receive(read_number(from)? as usize),
@@ -97,7 +113,7 @@ impl Request {
     }
 
     /// Does what a rank asks for.
-    pub fn answer(self, hub: &Hub, rank: usize) -> Result<Vec<u8>, Failure> {
+    pub fn answer(self, hub: &Hub, rank: usize) -> Result<Vec<u8>, CollectiveError> {
         match self {
             Self::WaitForAll => hub.wait_for_all(rank).map(|()| Vec::new()),
             Self::Collective(call, data) => hub.collective(rank, call, data),
@@ -151,7 +167,7 @@ fn serve(mut connection: TcpStream) -> io::Result<()> {
     let (mut answers, own) = (connection.try_clone()?, hub.clone());
     std::thread::spawn(move || {
         for request in to_do {
-            let answer: Result<Vec<u8>, Failure> = Request::answer(request, &own, rank);
+            let answer: Result<Vec<u8>, CollectiveError> = Request::answer(request, &own, rank);
             let written = match &answer {
                 Ok(data) => write_number(&mut answers, 1).and_then(|()| write_data(&mut answers, data)),
                 Err(_) => write_number(&mut answers, 0),
@@ -171,11 +187,11 @@ fn serve(mut connection: TcpStream) -> io::Result<()> {
 }
 
 /// A rank's connection to the process that has its hub.
-pub struct Connection(TcpStream);
+pub struct HubConnection(TcpStream);
 
-impl Connection {
+impl HubConnection {
     /// # Errors
-    /// Where nobody listens, or the number of ranks is another there.
+    /// If the process does not listen, or its number of ranks differs.
     pub fn open(port: u16, number: u64, ranks: usize, rank: usize) -> io::Result<Self> {
         let mut stream = TcpStream::connect((Ipv4Addr::LOCALHOST, port))?;
         stream.set_nodelay(true)?;
@@ -192,13 +208,13 @@ impl Connection {
     ///
     /// # Errors
     /// Where the connection has ended.
-    pub fn ask(&self, request: &Request) -> io::Result<Result<Vec<u8>, Failure>> {
+    pub fn ask(&self, request: &Request) -> io::Result<Result<Vec<u8>, CollectiveError>> {
         let mut bytes = Vec::new();
         request.write(&mut bytes)?;
         (&self.0).write_all(&bytes)?;
         match read_number(&mut &self.0)? {
             1 => Ok(Ok(read_data(&mut &self.0)?)),
-            _ => Ok(Err(Failure::Disagreement)),
+            _ => Ok(Err(CollectiveError::Disagreement)),
         }
     }
 
@@ -214,8 +230,8 @@ mod tests {
 
     #[test]
     fn requests_come_as_they_were_sent() {
-        let (kind, ty) = (Kind::ReduceScatter, Type::Bf16);
-        let call = Call { kind, count: 7, ty, op: 4, root: 3, index: 9, is_captured: true };
+        let (kind, ty) = (CollectiveKind::ReduceScatter, ElementType::Bf16);
+        let call = Collective { kind, count: 7, ty, op: 4, root: 3, index: 9, is_captured: true };
         let requests = [
             Request::WaitForAll,
             Request::Collective(call, vec![1, 2, 3]),

@@ -1,12 +1,12 @@
 //! Arithmetic of all types: the operands' values, the operation of their type, and the result's bits.
 
-use super::super::body::Body;
+use super::super::body::FunctionBody;
 use super::super::error::Result;
 use super::super::statement::Instruction;
-use super::super::types::Type;
+use super::super::types::PtxType;
 use super::{float, integer};
 
-pub(super) fn arithmetic(body: &mut Body<'_, '_>, i: &Instruction<'_>) -> Result<String> {
+pub(super) fn arithmetic(body: &mut FunctionBody<'_, '_>, i: &Instruction<'_>) -> Result<String> {
     if i.has("cc") {
         return integer::with_carry(body, i);
     }
@@ -22,29 +22,29 @@ pub(super) fn arithmetic(body: &mut Body<'_, '_>, i: &Instruction<'_>) -> Result
 }
 
 /// On both halves of registers.
-fn packed(body: &Body<'_, '_>, i: &Instruction<'_>, element: Type) -> Result<String> {
+fn packed(body: &FunctionBody<'_, '_>, i: &Instruction<'_>, element: PtxType) -> Result<String> {
     let sources = i.operands[1..].iter().map(|x| body.raw(x, 4)).collect::<Result<Vec<_>>>()?;
     let half = |shift: usize| -> Result<String> {
         let value = |source: &String| match element {
-            Type::F16 => format!("F16({source} >> {shift})"),
+            PtxType::F16 => format!("F16({source} >> {shift})"),
             _ => format!("(double)BF16({source} >> {shift})"),
         };
         let value = float::expression(i, element, &sources.iter().map(value).collect::<Vec<_>>())?;
-        Ok(Body::bits(element, &value))
+        Ok(FunctionBody::bits(element, &value))
     };
-    body.set(i.operand(0)?, Type::Bits(32), &format!("{} | (u32){} << 16", half(0)?, half(16)?))
+    body.set(i.operand(0)?, PtxType::Bits(32), &format!("{} | (u32){} << 16", half(0)?, half(16)?))
 }
 
-fn float(body: &Body<'_, '_>, i: &Instruction<'_>, ty: Type) -> Result<String> {
-    let flushes = ty == Type::F32 && i.has("ftz");
+fn float(body: &FunctionBody<'_, '_>, i: &Instruction<'_>, ty: PtxType) -> Result<String> {
+    let flushes = ty == PtxType::F32 && i.has("ftz");
     let flush = |value: String| if flushes { format!("ftz({value})") } else { value };
     let values = i.operands[1..].iter().map(|x| Ok(flush(body.value(x, ty)?))).collect::<Result<Vec<_>>>()?;
     // rcp.approx.ftz.f64 has no subnormal numbers that matter.
-    i.ignore(if ty == Type::F64 { &["ftz"] } else { &[] });
+    i.ignore(if ty == PtxType::F64 { &["ftz"] } else { &[] });
     body.set(i.operand(0)?, ty, &flush(float::expression(i, ty, &values)?))
 }
 
-fn integer(body: &Body<'_, '_>, i: &Instruction<'_>, ty: Type) -> Result<String> {
+fn integer(body: &FunctionBody<'_, '_>, i: &Instruction<'_>, ty: PtxType) -> Result<String> {
     let result = if i.has("wide") { ty.wide() } else { ty };
     // The third operand, which is added, is as wide as the result.
     let ty_of = |n: usize| if n == 2 { result } else { ty };

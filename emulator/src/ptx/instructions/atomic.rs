@@ -1,13 +1,13 @@
 //! Atomic operations on global and shared memory.
 
-use super::super::body::Body;
+use super::super::body::FunctionBody;
 use super::super::error::Result;
 use super::super::statement::Instruction;
-use super::super::types::Type;
+use super::super::types::PtxType;
 use super::space;
 
 /// `atom` gives what was there before, `red` does not.
-pub(super) fn atomic(body: &mut Body<'_, '_>, i: &Instruction<'_>) -> Result<String> {
+pub(super) fn atomic(body: &mut FunctionBody<'_, '_>, i: &Instruction<'_>) -> Result<String> {
     i.ignore(&["relaxed", "acquire", "release", "acq_rel", "cta", "cluster", "gpu", "sys", "noftz"]);
     i.ignore_prefix("L2::");
     let ty = i.ty()?;
@@ -25,11 +25,11 @@ pub(super) fn atomic(body: &mut Body<'_, '_>, i: &Instruction<'_>) -> Result<Str
     Ok(i.at() + " " + &body.set(to, ty.as_bits(), &value)?)
 }
 
-fn is_emulated(name: &str, ty: Type) -> bool {
+fn is_emulated(name: &str, ty: PtxType) -> bool {
     match name {
-        "add" => matches!(ty.bits(), 32 | 64) && !matches!(ty, Type::Bits(_)) || ty.is_half(),
-        "min" | "max" => matches!(ty, Type::Unsigned(32 | 64) | Type::Signed(32 | 64)),
-        "inc" | "dec" => ty == Type::Unsigned(32),
+        "add" => matches!(ty.bits(), 32 | 64) && !matches!(ty, PtxType::Bits(_)) || ty.is_half(),
+        "min" | "max" => matches!(ty, PtxType::Unsigned(32 | 64) | PtxType::Signed(32 | 64)),
+        "inc" | "dec" => ty == PtxType::Unsigned(32),
         "cas" => matches!(ty.bits(), 16 | 32 | 64),
         _ => matches!(ty.bits(), 32 | 64),
     }

@@ -1,12 +1,12 @@
 //! Bits of registers.
 
-use super::super::body::Body;
+use super::super::body::FunctionBody;
 use super::super::error::{Cause, Result};
 use super::super::operand::number;
 use super::super::statement::Instruction;
-use super::super::types::Type;
+use super::super::types::PtxType;
 
-pub(super) fn logic(body: &mut Body<'_, '_>, i: &Instruction<'_>) -> Result<String> {
+pub(super) fn logic(body: &mut FunctionBody<'_, '_>, i: &Instruction<'_>) -> Result<String> {
     let ty = i.ty()?;
     let sign = match i.opcode {
         "and" => '&',
@@ -18,14 +18,14 @@ pub(super) fn logic(body: &mut Body<'_, '_>, i: &Instruction<'_>) -> Result<Stri
 }
 
 /// Bitwise, or of the whole value.
-pub(super) fn not(body: &mut Body<'_, '_>, i: &Instruction<'_>) -> Result<String> {
+pub(super) fn not(body: &mut FunctionBody<'_, '_>, i: &Instruction<'_>) -> Result<String> {
     let ty = i.ty()?;
-    let sign = if ty == Type::Pred || i.opcode == "cnot" { '!' } else { '~' };
+    let sign = if ty == PtxType::Pred || i.opcode == "cnot" { '!' } else { '~' };
     let a = body.raw(i.operand(1)?, ty.bytes())?;
     body.set(i.operand(0)?, ty, &format!("{sign}({a})"))
 }
 
-pub(super) fn shift(body: &mut Body<'_, '_>, i: &Instruction<'_>) -> Result<String> {
+pub(super) fn shift(body: &mut FunctionBody<'_, '_>, i: &Instruction<'_>) -> Result<String> {
     let ty = i.ty()?;
     let name = match (i.opcode, ty.is_signed()) {
         ("shl", _) => "shl",
@@ -36,7 +36,7 @@ pub(super) fn shift(body: &mut Body<'_, '_>, i: &Instruction<'_>) -> Result<Stri
     body.set(i.operand(0)?, ty, &format!("{name}({a}, {n}, {})", ty.bits()))
 }
 
-pub(super) fn funnel_shift(body: &mut Body<'_, '_>, i: &Instruction<'_>) -> Result<String> {
+pub(super) fn funnel_shift(body: &mut FunctionBody<'_, '_>, i: &Instruction<'_>) -> Result<String> {
     let name = if i.which(&["l", "r"])? == "l" { "shf_l" } else { "shf_r" };
     let wraps = i.which(&["wrap", "clamp"])? == "wrap";
     let ty = i.ty()?;
@@ -45,45 +45,49 @@ pub(super) fn funnel_shift(body: &mut Body<'_, '_>, i: &Instruction<'_>) -> Resu
     body.set(i.operand(0)?, ty, &format!("{name}({a}, {b}, {n})"))
 }
 
-pub(super) fn extract(body: &mut Body<'_, '_>, i: &Instruction<'_>) -> Result<String> {
+pub(super) fn extract(body: &mut FunctionBody<'_, '_>, i: &Instruction<'_>) -> Result<String> {
     let ty = i.ty()?;
     let name = if ty.is_signed() { "bfe_s" } else { "bfe_u" };
     let (a, at, len) = (body.value(i.operand(1)?, ty)?, body.raw(i.operand(2)?, 4)?, body.raw(i.operand(3)?, 4)?);
     body.set(i.operand(0)?, ty, &format!("{name}({a}, {at}, {len}, {})", ty.bits()))
 }
 
-pub(super) fn insert(body: &mut Body<'_, '_>, i: &Instruction<'_>) -> Result<String> {
+pub(super) fn insert(body: &mut FunctionBody<'_, '_>, i: &Instruction<'_>) -> Result<String> {
     let ty = i.ty()?;
     let (a, b) = (body.raw(i.operand(1)?, ty.bytes())?, body.raw(i.operand(2)?, ty.bytes())?);
     let (at, len) = (body.raw(i.operand(3)?, 4)?, body.raw(i.operand(4)?, 4)?);
     body.set(i.operand(0)?, ty, &format!("bfi({a}, {b}, {at}, {len}, {})", ty.bits()))
 }
 
-pub(super) fn find(body: &mut Body<'_, '_>, i: &Instruction<'_>) -> Result<String> {
+pub(super) fn find(body: &mut FunctionBody<'_, '_>, i: &Instruction<'_>) -> Result<String> {
     let (ty, shift_amount) = (i.ty()?, i.has("shiftamt"));
     let a = body.value(i.operand(1)?, ty)?;
-    body.set(i.operand(0)?, Type::Bits(32), &format!("bfind({a}, {}, {shift_amount}, {})", ty.is_signed(), ty.bits()))
+    body.set(
+        i.operand(0)?,
+        PtxType::Bits(32),
+        &format!("bfind({a}, {}, {shift_amount}, {})", ty.is_signed(), ty.bits()),
+    )
 }
 
 /// `popc`, `clz` and `brev`.
-pub(super) fn count(body: &mut Body<'_, '_>, i: &Instruction<'_>) -> Result<String> {
+pub(super) fn count(body: &mut FunctionBody<'_, '_>, i: &Instruction<'_>) -> Result<String> {
     let ty = i.ty()?;
     let (a, bits) = (body.raw(i.operand(1)?, ty.bytes())?, ty.bits());
     match i.opcode {
-        "popc" => body.set(i.operand(0)?, Type::Bits(32), &format!("__builtin_popcountll({a})")),
-        "clz" => body.set(i.operand(0)?, Type::Bits(32), &format!("clz({a}, {bits})")),
+        "popc" => body.set(i.operand(0)?, PtxType::Bits(32), &format!("__builtin_popcountll({a})")),
+        "clz" => body.set(i.operand(0)?, PtxType::Bits(32), &format!("clz({a}, {bits})")),
         _ => body.set(i.operand(0)?, ty, &format!("brev({a}, {bits})")),
     }
 }
 
-pub(super) fn permute(body: &mut Body<'_, '_>, i: &Instruction<'_>) -> Result<String> {
+pub(super) fn permute(body: &mut FunctionBody<'_, '_>, i: &Instruction<'_>) -> Result<String> {
     let ty = i.ty()?;
     let (a, b, selectors) = (body.raw(i.operand(1)?, 4)?, body.raw(i.operand(2)?, 4)?, body.raw(i.operand(3)?, 4)?);
     body.set(i.operand(0)?, ty, &format!("prmt({a}, {b}, {selectors})"))
 }
 
 /// Any function of three bits: the last operand is its table.
-pub(super) fn lop3(body: &mut Body<'_, '_>, i: &Instruction<'_>) -> Result<String> {
+pub(super) fn lop3(body: &mut FunctionBody<'_, '_>, i: &Instruction<'_>) -> Result<String> {
     let ty = i.ty()?;
     let table = number(i.operand(4)?, 4).ok_or_else(|| Cause::Operand(i.operands[4].clone()))?;
     let inputs = [body.raw(i.operand(1)?, 4)?, body.raw(i.operand(2)?, 4)?, body.raw(i.operand(3)?, 4)?];
@@ -96,8 +100,8 @@ pub(super) fn lop3(body: &mut Body<'_, '_>, i: &Instruction<'_>) -> Result<Strin
 }
 
 /// The dot product of four bytes, added to a third operand.
-pub(super) fn dp4a(body: &mut Body<'_, '_>, i: &Instruction<'_>) -> Result<String> {
+pub(super) fn dp4a(body: &mut FunctionBody<'_, '_>, i: &Instruction<'_>) -> Result<String> {
     let [x, y] = i.types()[..] else { return Err(i.not_emulated()) };
     let (a, b, c) = (body.raw(i.operand(1)?, 4)?, body.raw(i.operand(2)?, 4)?, body.raw(i.operand(3)?, 4)?);
-    body.set(i.operand(0)?, Type::Bits(32), &format!("dp4a({a}, {b}, {c}, {}, {})", x.is_signed(), y.is_signed()))
+    body.set(i.operand(0)?, PtxType::Bits(32), &format!("dp4a({a}, {b}, {c}, {}, {})", x.is_signed(), y.is_signed()))
 }

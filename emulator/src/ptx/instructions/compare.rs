@@ -1,16 +1,16 @@
 //! Comparisons and selections.
 
-use super::super::body::Body;
+use super::super::body::FunctionBody;
 use super::super::error::Result;
 use super::super::statement::Instruction;
-use super::super::types::Type;
+use super::super::types::PtxType;
 
 const COMPARISONS: [&str; 18] = [
     "eq", "ne", "lt", "le", "gt", "ge", "lo", "ls", "hi", "hs", "equ", "neu", "ltu", "leu", "gtu", "geu", "num", "nan",
 ];
 
 /// A comparison of two C values; those with a `u` at the end hold of not-a-number.
-fn comparison(i: &Instruction<'_>, ty: Type, a: &str, b: &str) -> Result<String> {
+fn comparison(i: &Instruction<'_>, ty: PtxType, a: &str, b: &str) -> Result<String> {
     let name = i.which(&COMPARISONS)?;
     Ok(match (name, ty.is_float()) {
         ("eq", _) => format!("{a} == {b}"),
@@ -32,15 +32,15 @@ fn comparison(i: &Instruction<'_>, ty: Type, a: &str, b: &str) -> Result<String>
 }
 
 /// The comparison of operands 1 and 2.
-fn compared(body: &Body<'_, '_>, i: &Instruction<'_>, ty: Type) -> Result<String> {
-    let flushes = ty == Type::F32 && i.has("ftz");
+fn compared(body: &FunctionBody<'_, '_>, i: &Instruction<'_>, ty: PtxType) -> Result<String> {
+    let flushes = ty == PtxType::F32 && i.has("ftz");
     let flush = |value: String| if flushes { format!("ftz({value})") } else { value };
     let (a, b) = (flush(body.value(i.operand(1)?, ty)?), flush(body.value(i.operand(2)?, ty)?));
     comparison(i, ty, &a, &b)
 }
 
 /// A C condition, combined with the predicate in operand 3 if there is one.
-fn combined(body: &Body<'_, '_>, i: &Instruction<'_>, condition: &str) -> Result<String> {
+fn combined(body: &FunctionBody<'_, '_>, i: &Instruction<'_>, condition: &str) -> Result<String> {
     let Some(with) = i.operands.get(3) else { return Ok(condition.into()) };
     let sign = match i.which(&["and", "or", "xor"])? {
         "and" => "&&",
@@ -50,27 +50,27 @@ fn combined(body: &Body<'_, '_>, i: &Instruction<'_>, condition: &str) -> Result
     Ok(format!("({condition}) {sign} {}", body.raw(with, 1)?))
 }
 
-pub(super) fn setp(body: &mut Body<'_, '_>, i: &Instruction<'_>) -> Result<String> {
+pub(super) fn setp(body: &mut FunctionBody<'_, '_>, i: &Instruction<'_>) -> Result<String> {
     let ty = i.ty()?;
     if let Some(element) = ty.element() {
         return setp_packed(body, i, element);
     }
-    let (p, q) = Body::pair(i)?;
+    let (p, q) = FunctionBody::pair(i)?;
     let mut c = format!("u8 c = {}; ", compared(body, i, ty)?);
     let (yes, no) = (combined(body, i, "c")?, combined(body, i, "!c")?);
     // Neither result may be read by the other's combination.
     c += &format!("u8 yes = {yes}, no = {no}; (void)no; ");
-    c += &body.set(p, Type::Pred, "yes")?;
+    c += &body.set(p, PtxType::Pred, "yes")?;
     if let Some(q) = q {
-        c += &body.set(q, Type::Pred, "no")?;
+        c += &body.set(q, PtxType::Pred, "no")?;
     }
     Ok(c)
 }
 
 /// C that compares the halves of operands 1 and 2 into `low` and `high`.
-fn compared_halves(body: &Body<'_, '_>, i: &Instruction<'_>, element: Type) -> Result<String> {
+fn compared_halves(body: &FunctionBody<'_, '_>, i: &Instruction<'_>, element: PtxType) -> Result<String> {
     let (a, b) = (body.raw(i.operand(1)?, 4)?, body.raw(i.operand(2)?, 4)?);
-    let convert = if element == Type::F16 { "F16" } else { "BF16" };
+    let convert = if element == PtxType::F16 { "F16" } else { "BF16" };
     let half = |shift: usize| {
         let (a, b) = (format!("{convert}({a} >> {shift})"), format!("{convert}({b} >> {shift})"));
         combined(body, i, &comparison(i, element, &a, &b)?)
@@ -79,32 +79,32 @@ fn compared_halves(body: &Body<'_, '_>, i: &Instruction<'_>, element: Type) -> R
 }
 
 /// A predicate for each half.
-fn setp_packed(body: &Body<'_, '_>, i: &Instruction<'_>, element: Type) -> Result<String> {
-    let (p, q) = Body::pair(i)?;
+fn setp_packed(body: &FunctionBody<'_, '_>, i: &Instruction<'_>, element: PtxType) -> Result<String> {
+    let (p, q) = FunctionBody::pair(i)?;
     let q = q.ok_or_else(|| i.not_emulated())?;
     let c = compared_halves(body, i, element)?;
-    Ok(c + &body.set(p, Type::Pred, "low")? + &body.set(q, Type::Pred, "high")?)
+    Ok(c + &body.set(p, PtxType::Pred, "low")? + &body.set(q, PtxType::Pred, "high")?)
 }
 
 /// All ones or 1.0 where the comparison holds.
-pub(super) fn set(body: &mut Body<'_, '_>, i: &Instruction<'_>) -> Result<String> {
+pub(super) fn set(body: &mut FunctionBody<'_, '_>, i: &Instruction<'_>) -> Result<String> {
     let [to, from] = i.types()[..] else { return Err(i.not_emulated()) };
     if let Some(element) = from.element() {
         let one = match to {
-            Type::F16x2 => "0x3c00u",
-            Type::Bf16x2 => "0x3f80u",
-            Type::Unsigned(32) | Type::Signed(32) => "0xffffu",
+            PtxType::F16x2 => "0x3c00u",
+            PtxType::Bf16x2 => "0x3f80u",
+            PtxType::Unsigned(32) | PtxType::Signed(32) => "0xffffu",
             _ => return Err(i.not_emulated()),
         };
         let c = compared_halves(body, i, element)?;
-        return Ok(c + &body.set(i.operand(0)?, Type::Bits(32), &format!("low * {one} | high * {one} << 16"))?);
+        return Ok(c + &body.set(i.operand(0)?, PtxType::Bits(32), &format!("low * {one} | high * {one} << 16"))?);
     }
     let condition = compared(body, i, from)?;
     let condition = combined(body, i, &condition)?;
     body.set(i.operand(0)?, to, &format!("({condition}) ? {} : 0", if to.is_float() { "1.0" } else { "-1" }))
 }
 
-pub(super) fn selp(body: &mut Body<'_, '_>, i: &Instruction<'_>) -> Result<String> {
+pub(super) fn selp(body: &mut FunctionBody<'_, '_>, i: &Instruction<'_>) -> Result<String> {
     let ty = i.ty()?;
     let (a, b) = (body.raw(i.operand(1)?, ty.bytes())?, body.raw(i.operand(2)?, ty.bytes())?);
     let p = body.raw(i.operand(3)?, 1)?;
@@ -112,7 +112,7 @@ pub(super) fn selp(body: &mut Body<'_, '_>, i: &Instruction<'_>) -> Result<Strin
 }
 
 /// Selects by the sign of the third source.
-pub(super) fn slct(body: &mut Body<'_, '_>, i: &Instruction<'_>) -> Result<String> {
+pub(super) fn slct(body: &mut FunctionBody<'_, '_>, i: &Instruction<'_>) -> Result<String> {
     let [ty, by] = i.types()[..] else { return Err(i.not_emulated()) };
     let (a, b) = (body.raw(i.operand(1)?, ty.bytes())?, body.raw(i.operand(2)?, ty.bytes())?);
     let mut c = body.value(i.operand(3)?, by)?;
@@ -122,7 +122,7 @@ pub(super) fn slct(body: &mut Body<'_, '_>, i: &Instruction<'_>) -> Result<Strin
     body.set(i.operand(0)?, ty.as_bits(), &format!("{c} >= 0 ? {a} : {b}"))
 }
 
-pub(super) fn testp(body: &mut Body<'_, '_>, i: &Instruction<'_>) -> Result<String> {
+pub(super) fn testp(body: &mut FunctionBody<'_, '_>, i: &Instruction<'_>) -> Result<String> {
     let x = body.value(i.operand(1)?, i.ty()?)?;
     let test = match i.which(&["finite", "infinite", "number", "notanumber", "normal", "subnormal"])? {
         "finite" => format!("isfinite({x})"),
@@ -133,5 +133,5 @@ pub(super) fn testp(body: &mut Body<'_, '_>, i: &Instruction<'_>) -> Result<Stri
         "normal" => format!("isnormal({x}) || {x} == 0"),
         _ => format!("fpclassify({x}) == FP_SUBNORMAL"),
     };
-    body.set(i.operand(0)?, Type::Pred, &test)
+    body.set(i.operand(0)?, PtxType::Pred, &test)
 }

@@ -1,17 +1,17 @@
 //! Jumps, calls, and what ends or orders a thread.
 
-use super::super::body::Body;
+use super::super::body::FunctionBody;
 use super::super::error::{Cause, Result};
 use super::super::operand::mangle;
 use super::super::statement::{Instruction, split};
 
-pub(super) fn bra(_: &mut Body<'_, '_>, i: &Instruction<'_>) -> Result<String> {
+pub(super) fn bra(_: &mut FunctionBody<'_, '_>, i: &Instruction<'_>) -> Result<String> {
     i.ignore(&["uni"]);
     Ok(format!("goto {};", mangle(i.operand(0)?)))
 }
 
 /// To the label of a table that the first operand counts.
-pub(super) fn brx(body: &mut Body<'_, '_>, i: &Instruction<'_>) -> Result<String> {
+pub(super) fn brx(body: &mut FunctionBody<'_, '_>, i: &Instruction<'_>) -> Result<String> {
     i.ignore(&["uni", "idx"]);
     let case = |(n, label): (usize, &String)| format!("case {n}: goto {};", mangle(label));
     let cases = body.jump_table(i.operand(1)?)?.iter().enumerate().map(case).collect::<String>();
@@ -19,7 +19,7 @@ pub(super) fn brx(body: &mut Body<'_, '_>, i: &Instruction<'_>) -> Result<String
 }
 
 /// `call (result), name, (parameters)`
-pub(super) fn call(body: &mut Body<'_, '_>, i: &Instruction<'_>) -> Result<String> {
+pub(super) fn call(body: &mut FunctionBody<'_, '_>, i: &Instruction<'_>) -> Result<String> {
     i.ignore(&["uni"]);
     let operands = i.operands.iter().map(String::as_str).collect::<Vec<_>>();
     let is_list = |operand: &str| operand.starts_with('(');
@@ -49,29 +49,29 @@ pub(super) fn call(body: &mut Body<'_, '_>, i: &Instruction<'_>) -> Result<Strin
     Ok(format!("{at} {}(T{arguments});", mangle(name)))
 }
 
-pub(super) fn ret(_: &mut Body<'_, '_>, i: &Instruction<'_>) -> Result<String> {
+pub(super) fn ret(_: &mut FunctionBody<'_, '_>, i: &Instruction<'_>) -> Result<String> {
     i.ignore(&["uni"]);
     Ok("return;".into())
 }
 
 /// In an entry point it is a return.
-pub(super) fn exit(body: &mut Body<'_, '_>, i: &Instruction<'_>) -> Result<String> {
+pub(super) fn exit(body: &mut FunctionBody<'_, '_>, i: &Instruction<'_>) -> Result<String> {
     if body.is_entry { Ok("return;".into()) } else { Err(i.not_emulated()) }
 }
 
-pub(super) fn trap(_: &mut Body<'_, '_>, i: &Instruction<'_>) -> Result<String> {
+pub(super) fn trap(_: &mut FunctionBody<'_, '_>, i: &Instruction<'_>) -> Result<String> {
     Ok(format!("{} fault(T, F_TRAP, 0, 0);", i.at()))
 }
 
 /// Others run meanwhile; time is not kept.
-pub(super) fn nanosleep(body: &mut Body<'_, '_>, i: &Instruction<'_>) -> Result<String> {
+pub(super) fn nanosleep(body: &mut FunctionBody<'_, '_>, i: &Instruction<'_>) -> Result<String> {
     i.ty()?;
     body.unit.alone = false;
     Ok(format!("{} T->b->rt->pause(T);", i.at()))
 }
 
 /// Memory is in order here, registers are without limit, and launches do not overlap.
-pub(super) fn nothing(_: &mut Body<'_, '_>, i: &Instruction<'_>) -> Result<String> {
+pub(super) fn nothing(_: &mut FunctionBody<'_, '_>, i: &Instruction<'_>) -> Result<String> {
     i.ignore(&["cta", "gl", "sys", "cluster", "gpu", "sc", "acq_rel", "acquire", "release", "proxy", "async", "alias"]);
     i.ignore(&["global", "mbarrier_init", "launch_dependents", "wait", "inc", "dec", "sync", "aligned"]);
     i.ignore_prefix("shared::");

@@ -1,11 +1,11 @@
 //! `cvt`: between all numbers.
 
-use super::super::body::Body;
+use super::super::body::FunctionBody;
 use super::super::error::Result;
 use super::super::statement::Instruction;
-use super::super::types::Type;
+use super::super::types::PtxType;
 
-pub(super) fn cvt(body: &mut Body<'_, '_>, i: &Instruction<'_>) -> Result<String> {
+pub(super) fn cvt(body: &mut FunctionBody<'_, '_>, i: &Instruction<'_>) -> Result<String> {
     let [to, from] = i.types()[..] else { return Err(i.not_emulated()) };
     if let Some(element) = to.element() {
         return packed(body, i, element, from);
@@ -16,8 +16,8 @@ pub(super) fn cvt(body: &mut Body<'_, '_>, i: &Instruction<'_>) -> Result<String
     let mut x = body.value(i.operand(1)?, from)?;
     if i.has("ftz") {
         match (from, to) {
-            (Type::F32, _) => x = format!("ftz({x})"),
-            (_, Type::F32) => {}
+            (PtxType::F32, _) => x = format!("ftz({x})"),
+            (_, PtxType::F32) => {}
             _ => return Err(i.not_emulated()),
         }
     }
@@ -31,7 +31,7 @@ pub(super) fn cvt(body: &mut Body<'_, '_>, i: &Instruction<'_>) -> Result<String
         return body.set(i.operand(0)?, to.as_bits(), &bits);
     }
     let Value::Number(mut value) = value else { unreachable!("bits were written") };
-    if to == Type::F32 && i.has("ftz") {
+    if to == PtxType::F32 && i.has("ftz") {
         value = format!("ftz({value})");
     }
     if to.is_float() && i.has("sat") {
@@ -49,8 +49,8 @@ enum Value {
 }
 
 /// Two float32 into halves: the first operand is the upper one.
-fn packed(body: &Body<'_, '_>, i: &Instruction<'_>, element: Type, from: Type) -> Result<String> {
-    if from != Type::F32 {
+fn packed(body: &FunctionBody<'_, '_>, i: &Instruction<'_>, element: PtxType, from: PtxType) -> Result<String> {
+    if from != PtxType::F32 {
         return Err(i.not_emulated());
     }
     let relu = i.has("relu");
@@ -58,15 +58,15 @@ fn packed(body: &Body<'_, '_>, i: &Instruction<'_>, element: Type, from: Type) -
         let value = body.value(i.operand(operand)?, from)?;
         rounded(i, element, &if relu { format!("relu({value})") } else { value })
     };
-    body.set(i.operand(0)?, Type::Bits(32), &format!("(u32){} << 16 | {}", part(1)?, part(2)?))
+    body.set(i.operand(0)?, PtxType::Bits(32), &format!("(u32){} << 16 | {}", part(1)?, part(2)?))
 }
 
 /// The bits of a float32 or double rounded to a half.
-fn rounded(i: &Instruction<'_>, to: Type, x: &str) -> Result<String> {
+fn rounded(i: &Instruction<'_>, to: PtxType, x: &str) -> Result<String> {
     match (direction(i), to) {
-        (Some(mode), _) => Ok(format!("directed_half({x}, {mode}, {})", to == Type::Bf16)),
+        (Some(mode), _) => Ok(format!("directed_half({x}, {mode}, {})", to == PtxType::Bf16)),
         (None, _) if !i.has("rn") => Err(i.not_emulated()),
-        (None, Type::F16) => Ok(format!("round_f16({x})")),
+        (None, PtxType::F16) => Ok(format!("round_f16({x})")),
         (None, _) => Ok(format!("round_bf16({x})")),
     }
 }
@@ -85,7 +85,7 @@ fn direction(i: &Instruction<'_>) -> Option<usize> {
     MODES.iter().position(|m| *m == mode).map(|p| p + 1)
 }
 
-fn between_floats(i: &Instruction<'_>, from: Type, to: Type, x: String) -> Result<Value> {
+fn between_floats(i: &Instruction<'_>, from: PtxType, to: PtxType, x: String) -> Result<Value> {
     if let Some(mode) = integral(i) {
         return Ok(Value::Number(format!("integral({x}, {mode})")));
     }
@@ -93,9 +93,9 @@ fn between_floats(i: &Instruction<'_>, from: Type, to: Type, x: String) -> Resul
     let x = if relu { format!("relu({x})") } else { x };
     let x = if i.has("sat") { format!("sat({x})") } else { x };
     match (from, to) {
-        (Type::F32, Type::F16 | Type::Bf16) => Ok(Value::Bits(rounded(i, to, &x)?)),
-        (Type::F32, Type::Tf32) => Ok(Value::Number(format!("round_tf32_{}({x})", i.which(&["rn", "rna"])?))),
-        (Type::F64, Type::F32) => Ok(Value::Number(match direction(i) {
+        (PtxType::F32, PtxType::F16 | PtxType::Bf16) => Ok(Value::Bits(rounded(i, to, &x)?)),
+        (PtxType::F32, PtxType::Tf32) => Ok(Value::Number(format!("round_tf32_{}({x})", i.which(&["rn", "rna"])?))),
+        (PtxType::F64, PtxType::F32) => Ok(Value::Number(match direction(i) {
             Some(mode) => format!("f32_of_f64({x}, 0, 0, {mode})"),
             None if i.has("rn") => format!("(float)({x})"),
             None => return Err(i.not_emulated()),
@@ -108,13 +108,12 @@ fn between_floats(i: &Instruction<'_>, from: Type, to: Type, x: String) -> Resul
     }
 }
 
-/// Limited to what the integer holds; what is no number becomes 0, or the middle of the integers where one side has 64
-/// bits.
-fn float_to_integer(i: &Instruction<'_>, from: Type, to: Type, x: &str) -> Result<Value> {
+/// Limited to the integer's range; NaN becomes 0, or the middle of the range where one side has 64 bits.
+fn float_to_integer(i: &Instruction<'_>, from: PtxType, to: PtxType, x: &str) -> Result<Value> {
     let mode = integral(i).ok_or_else(|| i.not_emulated())?;
     i.ignore(&["sat"]);
     let bits = to.bits();
-    let is_long = from == Type::F64;
+    let is_long = from == PtxType::F64;
     Ok(Value::Number(match (bits, to.is_signed()) {
         (64, true) => format!("to_s64({x}, {mode})"),
         (64, false) => format!("to_u64({x}, {mode})"),
@@ -129,12 +128,12 @@ fn float_to_integer(i: &Instruction<'_>, from: Type, to: Type, x: &str) -> Resul
     }))
 }
 
-fn integer_to_float(i: &Instruction<'_>, from: Type, to: Type, x: &str) -> Result<Value> {
+fn integer_to_float(i: &Instruction<'_>, from: PtxType, to: PtxType, x: &str) -> Result<Value> {
     let source = if from.is_signed() { "s64" } else { "u64" };
-    let c_type = if to == Type::F32 { "float" } else { "double" };
+    let c_type = if to == PtxType::F32 { "float" } else { "double" };
     Ok(Value::Number(match direction(i) {
         Some(mode) if to.is_half() => {
-            let bits = format!("directed_half(odd_{source}({x}), {mode}, {})", to == Type::Bf16);
+            let bits = format!("directed_half(odd_{source}({x}), {mode}, {})", to == PtxType::Bf16);
             return Ok(Value::Bits(bits));
         }
         Some(mode) => format!("{}_of_{source}({x}, 0, 0, {mode})", to.name()),
@@ -144,7 +143,7 @@ fn integer_to_float(i: &Instruction<'_>, from: Type, to: Type, x: &str) -> Resul
     }))
 }
 
-fn between_integers(i: &Instruction<'_>, to: Type, x: String) -> String {
+fn between_integers(i: &Instruction<'_>, to: PtxType, x: String) -> String {
     if !i.has("sat") {
         return x;
     }

@@ -1,11 +1,11 @@
 //! Asynchronous copies to shared memory. They arrive no sooner than they are waited for, so that a missing wait shows.
 
-use super::super::body::Body;
+use super::super::body::FunctionBody;
 use super::super::error::{Cause, Result};
 use super::super::operand::number;
 use super::super::statement::Instruction;
 
-pub(super) fn cp_async(body: &mut Body<'_, '_>, i: &Instruction<'_>) -> Result<String> {
+pub(super) fn cp_async(body: &mut FunctionBody<'_, '_>, i: &Instruction<'_>) -> Result<String> {
     if !i.has("async") {
         return Err(i.not_emulated());
     }
@@ -28,7 +28,7 @@ pub(super) fn cp_async(body: &mut Body<'_, '_>, i: &Instruction<'_>) -> Result<S
 }
 
 /// 4, 8 or 16 bytes, of which the fourth operand may say how many come from global memory and how many are zero.
-fn copy(body: &Body<'_, '_>, i: &Instruction<'_>) -> Result<String> {
+fn copy(body: &FunctionBody<'_, '_>, i: &Instruction<'_>) -> Result<String> {
     let sizes: &[u64] = if i.which(&["ca", "cg"])? == "cg" { &[16] } else { &[4, 8, 16] };
     if !(i.has("shared") || i.has("shared::cta")) || !i.has("global") {
         return Err(i.not_emulated());

@@ -2,19 +2,19 @@
 //!
 //! The results of `approx` instructions are those of the C library; those of a GPU differ in the last bits.
 
-use super::super::body::Body;
+use super::super::body::FunctionBody;
 use super::super::error::{Cause, Result};
 use super::super::statement::Instruction;
-use super::super::types::Type;
+use super::super::types::PtxType;
 
 /// `neg` and `abs` change the sign bit alone.
-pub(super) fn sign(body: &Body<'_, '_>, i: &Instruction<'_>, ty: Type) -> Result<String> {
+pub(super) fn sign(body: &FunctionBody<'_, '_>, i: &Instruction<'_>, ty: PtxType) -> Result<String> {
     let sign = match ty {
-        Type::F16x2 | Type::Bf16x2 => "0x80008000u".to_owned(),
+        PtxType::F16x2 | PtxType::Bf16x2 => "0x80008000u".to_owned(),
         _ => format!("((u{0})1 << {1})", ty.bits(), ty.bits() - 1),
     };
     let mut bits = body.raw(i.operand(1)?, ty.bytes())?;
-    if ty == Type::F32 && i.has("ftz") {
+    if ty == PtxType::F32 && i.has("ftz") {
         bits = format!("B32(ftz(F32({bits})))");
     }
     let change = if i.opcode == "neg" { "^ " } else { "& ~" };
@@ -22,7 +22,7 @@ pub(super) fn sign(body: &Body<'_, '_>, i: &Instruction<'_>, ty: Type) -> Result
 }
 
 /// The C value of an operation on C values `a`.
-pub(super) fn expression(i: &Instruction<'_>, ty: Type, a: &[String]) -> Result<String> {
+pub(super) fn expression(i: &Instruction<'_>, ty: PtxType, a: &[String]) -> Result<String> {
     let arguments = match i.opcode {
         "rcp" | "sqrt" | "rsqrt" | "ex2" | "lg2" | "sin" | "cos" | "tanh" => 1,
         "fma" | "mad" => 3,
@@ -41,14 +41,14 @@ pub(super) fn expression(i: &Instruction<'_>, ty: Type, a: &[String]) -> Result<
     } else if ty.is_half() {
         half(i, a)?
     } else {
-        nearest(i, if ty == Type::F32 { "f" } else { "" }, a)?
+        nearest(i, if ty == PtxType::F32 { "f" } else { "" }, a)?
     };
     let value = if i.has("relu") { format!("relu({value})") } else { value };
     Ok(if i.has("sat") { format!("sat({value})") } else { value })
 }
 
 /// Rounded down (1), up (2) or to zero (3).
-fn directed(i: &Instruction<'_>, ty: Type, a: &[String], mode: usize) -> Result<String> {
+fn directed(i: &Instruction<'_>, ty: PtxType, a: &[String], mode: usize) -> Result<String> {
     if ty.is_half() {
         return Err(i.not_emulated());
     }
@@ -63,8 +63,8 @@ fn directed(i: &Instruction<'_>, ty: Type, a: &[String], mode: usize) -> Result<
     Ok(format!("{name}_{}({}, {mode})", ty.name(), operands.join(", ")))
 }
 
-fn extreme(i: &Instruction<'_>, ty: Type, a: &[String]) -> String {
-    let name = format!("{}_{}", i.opcode, if ty == Type::F32 { "f32" } else { "f64" });
+fn extreme(i: &Instruction<'_>, ty: PtxType, a: &[String]) -> String {
+    let name = format!("{}_{}", i.opcode, if ty == PtxType::F32 { "f32" } else { "f64" });
     let value = a[1..].iter().fold(a[0].clone(), |value, next| format!("{name}({value}, {next})"));
     if !i.has("NaN") {
         return value;

@@ -1,12 +1,12 @@
 //! Integer arithmetic.
 
-use super::super::body::Body;
+use super::super::body::FunctionBody;
 use super::super::error::{Cause, Result};
 use super::super::statement::Instruction;
-use super::super::types::Type;
+use super::super::types::PtxType;
 
 /// The C value of an operation on C values `a`.
-pub(super) fn expression(i: &Instruction<'_>, ty: Type, a: &[String]) -> Result<String> {
+pub(super) fn expression(i: &Instruction<'_>, ty: PtxType, a: &[String]) -> Result<String> {
     let arguments = match i.opcode {
         "neg" | "abs" => 1,
         "mad" | "sad" => 3,
@@ -39,7 +39,7 @@ pub(super) fn expression(i: &Instruction<'_>, ty: Type, a: &[String]) -> Result<
 }
 
 /// The lower half of a product, its upper half or all of it.
-fn product(i: &Instruction<'_>, ty: Type, a: &[String]) -> String {
+fn product(i: &Instruction<'_>, ty: PtxType, a: &[String]) -> String {
     let (bits, wide) = (ty.bits(), ty.wide().c_int());
     if i.has("wide") {
         format!("(({wide})({}) * ({wide})({}))", a[0], a[1])
@@ -51,14 +51,14 @@ fn product(i: &Instruction<'_>, ty: Type, a: &[String]) -> String {
     }
 }
 
-fn saturated(i: &Instruction<'_>, ty: Type, a: &[String]) -> Result<String> {
+fn saturated(i: &Instruction<'_>, ty: PtxType, a: &[String]) -> Result<String> {
     let sign = match i.opcode {
         "add" => '+',
         "sub" => '-',
         _ => return Err(i.not_emulated()),
     };
     match ty {
-        Type::Signed(32) => Ok(format!("clamp((s128)({}) {sign} ({}), INT32_MIN, INT32_MAX)", a[0], a[1])),
+        PtxType::Signed(32) => Ok(format!("clamp((s128)({}) {sign} ({}), INT32_MIN, INT32_MAX)", a[0], a[1])),
         _ => Err(i.not_emulated()),
     }
 }
@@ -66,7 +66,7 @@ fn saturated(i: &Instruction<'_>, ty: Type, a: &[String]) -> Result<String> {
 /// `add.cc`, `addc`, `sub.cc`, `subc`, `mad.cc`, `madc`: `CC` is the carry. A difference is the sum of a, the
 /// complement of b and 1, so that its carry is 1 where nothing is borrowed: nvcc's division of 128 bits asks for it
 /// with `addc`.
-pub(super) fn with_carry(body: &mut Body<'_, '_>, i: &Instruction<'_>) -> Result<String> {
+pub(super) fn with_carry(body: &mut FunctionBody<'_, '_>, i: &Instruction<'_>) -> Result<String> {
     let ty = i.ty()?;
     let bits = ty.bits();
     let unsigned = |n: usize| Ok(format!("(u128)(u{bits})({})", body.raw(i.operand(n)?, bits / 8)?));
@@ -84,7 +84,7 @@ pub(super) fn with_carry(body: &mut Body<'_, '_>, i: &Instruction<'_>) -> Result
         }
         _ => return Err(i.not_emulated()),
     };
-    let set = body.set(i.operand(0)?, Type::Bits(bits), "t")?;
+    let set = body.set(i.operand(0)?, PtxType::Bits(bits), "t")?;
     let keep = if i.has("cc") { format!(" CC = t >> {bits} & 1;") } else { String::new() };
     Ok(format!("u128 t = {sum}; {set}{keep}"))
 }

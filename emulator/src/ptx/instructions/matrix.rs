@@ -1,10 +1,10 @@
 //! Matrix instructions of a whole warp. They join a [batch](super::super::batch).
 
-use super::super::body::Body;
+use super::super::body::FunctionBody;
 use super::super::error::Result;
 use super::super::operand::list;
 use super::super::statement::Instruction;
-use super::super::types::Type;
+use super::super::types::PtxType;
 
 /// Whether an instruction joins a batch; its function then writes no C itself.
 pub(in super::super) fn is_matrix(opcode: &str) -> bool {
@@ -12,16 +12,16 @@ pub(in super::super) fn is_matrix(opcode: &str) -> bool {
 }
 
 /// `mma` with float32 sums.
-pub(super) fn mma(body: &mut Body<'_, '_>, i: &Instruction<'_>) -> Result<String> {
+pub(super) fn mma(body: &mut FunctionBody<'_, '_>, i: &Instruction<'_>) -> Result<String> {
     if !(i.has("sync") && i.has("aligned") && i.has("row") && i.has("col")) {
         return Err(i.not_emulated());
     }
     let shape = i.which(&["m16n8k16", "m16n8k8", "m16n8k4"])?;
-    let [Type::F32, element, other, Type::F32] = i.types()[..] else { return Err(i.not_emulated()) };
+    let [PtxType::F32, element, other, PtxType::F32] = i.types()[..] else { return Err(i.not_emulated()) };
     // How many registers of d, a, b and c a lane holds.
     let registers = match (shape, element) {
-        ("m16n8k16", Type::Bf16 | Type::F16) | ("m16n8k8", Type::Tf32) => [4, 4, 2, 4],
-        ("m16n8k8", Type::Bf16 | Type::F16) | ("m16n8k4", Type::Tf32) => [4, 2, 1, 4],
+        ("m16n8k16", PtxType::Bf16 | PtxType::F16) | ("m16n8k8", PtxType::Tf32) => [4, 4, 2, 4],
+        ("m16n8k8", PtxType::Bf16 | PtxType::F16) | ("m16n8k4", PtxType::Tf32) => [4, 2, 1, 4],
         _ => return Err(i.not_emulated()),
     };
     let operands = (0..4).map(|n| Ok(list(i.operand(n)?))).collect::<Result<Vec<_>>>()?;
@@ -46,13 +46,14 @@ fn rows(i: &Instruction<'_>, registers: &[String]) -> Result<String> {
         _ => 4,
     };
     i.ignore(&["shared", "shared::cta"]);
-    if !(i.has("sync") && i.has("aligned") && i.has("m8n8")) || i.ty()? != Type::Bits(16) || registers.len() != count {
+    if !(i.has("sync") && i.has("aligned") && i.has("m8n8")) || i.ty()? != PtxType::Bits(16) || registers.len() != count
+    {
         return Err(i.not_emulated());
     }
     Ok(format!("{}(lanes, {}, {count}, {},", i.opcode, i.line, i.has("trans")))
 }
 
-pub(super) fn ldmatrix(body: &mut Body<'_, '_>, i: &Instruction<'_>) -> Result<String> {
+pub(super) fn ldmatrix(body: &mut FunctionBody<'_, '_>, i: &Instruction<'_>) -> Result<String> {
     let registers = list(i.operand(0)?);
     let call = rows(i, &registers)?;
     let address = body.address(i.operand(1)?)?;
@@ -64,7 +65,7 @@ pub(super) fn ldmatrix(body: &mut Body<'_, '_>, i: &Instruction<'_>) -> Result<S
     Ok(String::new())
 }
 
-pub(super) fn stmatrix(body: &mut Body<'_, '_>, i: &Instruction<'_>) -> Result<String> {
+pub(super) fn stmatrix(body: &mut FunctionBody<'_, '_>, i: &Instruction<'_>) -> Result<String> {
     let registers = list(i.operand(1)?);
     let call = rows(i, &registers)?;
     let address = body.address(i.operand(0)?)?;
@@ -76,8 +77,8 @@ pub(super) fn stmatrix(body: &mut Body<'_, '_>, i: &Instruction<'_>) -> Result<S
     Ok(String::new())
 }
 
-pub(super) fn movmatrix(body: &mut Body<'_, '_>, i: &Instruction<'_>) -> Result<String> {
-    if !(i.has("sync") && i.has("aligned") && i.has("m8n8") && i.has("trans")) || i.ty()? != Type::Bits(16) {
+pub(super) fn movmatrix(body: &mut FunctionBody<'_, '_>, i: &Instruction<'_>) -> Result<String> {
+    if !(i.has("sync") && i.has("aligned") && i.has("m8n8") && i.has("trans")) || i.ty()? != PtxType::Bits(16) {
         return Err(i.not_emulated());
     }
     let source = body.batch_operand(i.operand(1)?)?;

@@ -1,11 +1,11 @@
 //! `mbarrier`: arrivals and bytes that a phase waits for, in a word of shared memory.
 
-use super::super::body::Body;
+use super::super::body::FunctionBody;
 use super::super::error::Result;
 use super::super::statement::Instruction;
-use super::super::types::Type;
+use super::super::types::PtxType;
 
-pub(super) fn mbarrier(body: &mut Body<'_, '_>, i: &Instruction<'_>) -> Result<String> {
+pub(super) fn mbarrier(body: &mut FunctionBody<'_, '_>, i: &Instruction<'_>) -> Result<String> {
     i.ignore(&["shared", "shared::cta", "b64", "cta", "cluster", "release", "acquire", "relaxed"]);
     let at = i.at();
     let raw = |n: usize| body.raw(i.operand(n)?, 4);
@@ -21,7 +21,7 @@ pub(super) fn mbarrier(body: &mut Body<'_, '_>, i: &Instruction<'_>) -> Result<S
 }
 
 /// The result is the state before, by which a thread can wait for the end of its phase.
-fn arrive(body: &Body<'_, '_>, i: &Instruction<'_>, drops: bool) -> Result<String> {
+fn arrive(body: &FunctionBody<'_, '_>, i: &Instruction<'_>, drops: bool) -> Result<String> {
     i.ignore(&["noComplete"]);
     let address = body.address(i.operand(1)?)?;
     let expects_bytes = i.has("expect_tx");
@@ -34,16 +34,16 @@ fn arrive(body: &Body<'_, '_>, i: &Instruction<'_>, drops: bool) -> Result<Strin
     };
     let drop = if drops { &count } else { "0" };
     let value = format!("mbarrier_update(T, {address}, {bytes}, {count}, {drop})");
-    Ok(i.at() + " " + &body.set(i.operand(0)?, Type::Bits(64), &value)?)
+    Ok(i.at() + " " + &body.set(i.operand(0)?, PtxType::Bits(64), &value)?)
 }
 
 /// Whether a phase has passed; if not, others run first.
-fn wait(body: &mut Body<'_, '_>, i: &Instruction<'_>) -> Result<String> {
+fn wait(body: &mut FunctionBody<'_, '_>, i: &Instruction<'_>) -> Result<String> {
     body.unit.alone = false;
     let address = body.address(i.operand(1)?)?;
     let parity = match i.has("parity") {
         true => format!("{} & 1", body.raw(i.operand(2)?, 4)?),
         false => format!("mbarrier_of({}).parity", body.raw(i.operand(2)?, 8)?),
     };
-    Ok(i.at() + " " + &body.set(i.operand(0)?, Type::Pred, &format!("mbarrier_passed(T, {address}, {parity})"))?)
+    Ok(i.at() + " " + &body.set(i.operand(0)?, PtxType::Pred, &format!("mbarrier_passed(T, {address}, {parity})"))?)
 }

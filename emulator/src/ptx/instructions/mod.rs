@@ -1,4 +1,4 @@
-//! What is emulated: one function for each instruction, in one file for each family.
+//! The emulated instructions: one function for each, in one file for each family.
 
 mod arithmetic;
 mod atomic;
@@ -16,13 +16,13 @@ mod warp;
 
 pub(super) use matrix::is_matrix;
 
-use super::body::Body;
+use super::body::FunctionBody;
 use super::error::{Cause, Result};
 use super::statement::Instruction;
 
 /// Where an address points to.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Space {
+pub(super) enum StateSpace {
     Global,
     Shared,
     Local,
@@ -32,7 +32,7 @@ pub(super) enum Space {
 }
 
 /// Writes an instruction in C.
-type Emitter = fn(&mut Body<'_, '_>, &Instruction<'_>) -> Result<String>;
+type Emitter = fn(&mut FunctionBody<'_, '_>, &Instruction<'_>) -> Result<String>;
 
 /// The function that writes an instruction in C.
 fn emitter(opcode: &str) -> Option<Emitter> {
@@ -100,7 +100,7 @@ pub(super) fn is_computation(opcode: &str) -> bool {
 }
 
 /// Writes an instruction in C, every part of it.
-pub(super) fn translate(body: &mut Body<'_, '_>, i: &Instruction<'_>) -> Result<String> {
+pub(super) fn translate(body: &mut FunctionBody<'_, '_>, i: &Instruction<'_>) -> Result<String> {
     let emit = emitter(i.opcode).ok_or_else(|| i.not_emulated())?;
     let code = emit(body, i)?;
     match i.unused() {
@@ -110,18 +110,18 @@ pub(super) fn translate(body: &mut Body<'_, '_>, i: &Instruction<'_>) -> Result<
 }
 
 /// The state space that an instruction names.
-fn space(i: &Instruction<'_>) -> Space {
+fn space(i: &Instruction<'_>) -> StateSpace {
     const SHARED: [&str; 3] = ["shared", "shared::cta", "shared::cluster"];
     if i.one_of(&["global", "const"]).is_some() {
-        Space::Global
+        StateSpace::Global
     } else if i.one_of(&SHARED).is_some() {
-        Space::Shared
+        StateSpace::Shared
     } else if i.has("local") {
-        Space::Local
+        StateSpace::Local
     } else if i.one_of(&["param", "param::entry", "param::func"]).is_some() {
-        Space::Param
+        StateSpace::Param
     } else {
-        Space::Generic
+        StateSpace::Generic
     }
 }
 

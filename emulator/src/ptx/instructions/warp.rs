@@ -1,12 +1,12 @@
 //! Barriers, and what the threads of a warp do together. Each thread that waits for others needs a fiber of its own.
 
-use super::super::body::Body;
+use super::super::body::FunctionBody;
 use super::super::error::Result;
 use super::super::statement::Instruction;
-use super::super::types::Type;
+use super::super::types::PtxType;
 
 /// `bar` and `barrier`: of the block, and `bar.warp.sync`.
-pub(super) fn barrier(body: &mut Body<'_, '_>, i: &Instruction<'_>) -> Result<String> {
+pub(super) fn barrier(body: &mut FunctionBody<'_, '_>, i: &Instruction<'_>) -> Result<String> {
     body.unit.alone = false;
     i.ignore(&["cta", "aligned"]);
     let at = i.at();
@@ -38,7 +38,7 @@ pub(super) fn barrier(body: &mut Body<'_, '_>, i: &Instruction<'_>) -> Result<St
     Ok(at + " " + &body.set(i.operand(0)?, i.ty()?, &value)?)
 }
 
-pub(super) fn shfl(body: &mut Body<'_, '_>, i: &Instruction<'_>) -> Result<String> {
+pub(super) fn shfl(body: &mut FunctionBody<'_, '_>, i: &Instruction<'_>) -> Result<String> {
     body.unit.alone = false;
     if !i.has("sync") {
         return Err(i.not_emulated());
@@ -46,16 +46,16 @@ pub(super) fn shfl(body: &mut Body<'_, '_>, i: &Instruction<'_>) -> Result<Strin
     let mode = i.which(&["up", "down", "bfly", "idx"])?.to_uppercase();
     let ty = i.ty()?;
     let operands = (1..5).map(|n| body.raw(i.operand(n)?, 4)).collect::<Result<Vec<_>>>()?.join(", ");
-    let (to, in_range) = Body::pair(i)?;
+    let (to, in_range) = FunctionBody::pair(i)?;
     let mut c = format!("{} u8 ok; u32 d = shfl(T, SHFL_{mode}, {operands}, &ok); ", i.at());
     c += &body.set(to, ty, "d")?;
     if let Some(predicate) = in_range {
-        c += &body.set(predicate, Type::Pred, "ok")?;
+        c += &body.set(predicate, PtxType::Pred, "ok")?;
     }
     Ok(c)
 }
 
-pub(super) fn vote(body: &mut Body<'_, '_>, i: &Instruction<'_>) -> Result<String> {
+pub(super) fn vote(body: &mut FunctionBody<'_, '_>, i: &Instruction<'_>) -> Result<String> {
     body.unit.alone = false;
     if !i.has("sync") {
         return Err(i.not_emulated());
@@ -72,7 +72,7 @@ pub(super) fn vote(body: &mut Body<'_, '_>, i: &Instruction<'_>) -> Result<Strin
 }
 
 /// `match`: the lanes with the same value.
-pub(super) fn matching(body: &mut Body<'_, '_>, i: &Instruction<'_>) -> Result<String> {
+pub(super) fn matching(body: &mut FunctionBody<'_, '_>, i: &Instruction<'_>) -> Result<String> {
     body.unit.alone = false;
     if !i.has("sync") {
         return Err(i.not_emulated());
@@ -80,16 +80,16 @@ pub(super) fn matching(body: &mut Body<'_, '_>, i: &Instruction<'_>) -> Result<S
     let ty = i.ty()?;
     let name = i.which(&["any", "all"])?;
     let (value, mask) = (body.raw(i.operand(1)?, ty.bytes())?, body.raw(i.operand(2)?, 4)?);
-    let (to, all) = Body::pair(i)?;
+    let (to, all) = FunctionBody::pair(i)?;
     let mut c = format!("{} u32 lanes = vote(T, {value}, {mask}, meet_match_{name}); ", i.at());
-    c += &body.set(to, Type::Bits(32), "lanes")?;
+    c += &body.set(to, PtxType::Bits(32), "lanes")?;
     if let Some(predicate) = all {
-        c += &body.set(predicate, Type::Pred, "lanes != 0")?;
+        c += &body.set(predicate, PtxType::Pred, "lanes != 0")?;
     }
     Ok(c)
 }
 
-pub(super) fn redux(body: &mut Body<'_, '_>, i: &Instruction<'_>) -> Result<String> {
+pub(super) fn redux(body: &mut FunctionBody<'_, '_>, i: &Instruction<'_>) -> Result<String> {
     body.unit.alone = false;
     let ty = i.ty()?;
     if !i.has("sync") || ty.is_float() || ty.bits() != 32 {
@@ -99,24 +99,24 @@ pub(super) fn redux(body: &mut Body<'_, '_>, i: &Instruction<'_>) -> Result<Stri
     let suffix = if matches!(name, "min" | "max") { ty.name() } else { "b32".into() };
     let (value, mask) = (body.raw(i.operand(1)?, 4)?, body.raw(i.operand(2)?, 4)?);
     let value = format!("vote(T, {value}, {mask}, meet_{name}_{suffix})");
-    Ok(i.at() + " " + &body.set(i.operand(0)?, Type::Bits(32), &value)?)
+    Ok(i.at() + " " + &body.set(i.operand(0)?, PtxType::Bits(32), &value)?)
 }
 
 /// Each lane alone, which is one of the answers that a GPU may give.
-pub(super) fn activemask(body: &mut Body<'_, '_>, i: &Instruction<'_>) -> Result<String> {
+pub(super) fn activemask(body: &mut FunctionBody<'_, '_>, i: &Instruction<'_>) -> Result<String> {
     body.set(i.operand(0)?, i.ty()?, "1u << T->lane")
 }
 
 /// One of the lanes of a mask: the lowest.
-pub(super) fn elect(body: &mut Body<'_, '_>, i: &Instruction<'_>) -> Result<String> {
+pub(super) fn elect(body: &mut FunctionBody<'_, '_>, i: &Instruction<'_>) -> Result<String> {
     body.unit.alone = false;
     i.ignore(&["sync"]);
     let mask = body.raw(i.operand(1)?, 4)?;
-    let (to, is_elected) = Body::pair(i)?;
+    let (to, is_elected) = FunctionBody::pair(i)?;
     let mut c = format!("{} u32 lane = __builtin_ctz(vote(T, 1, {mask}, meet_ballot)); ", i.at());
-    c += &body.set(to, Type::Bits(32), "lane")?;
+    c += &body.set(to, PtxType::Bits(32), "lane")?;
     if let Some(predicate) = is_elected {
-        c += &body.set(predicate, Type::Pred, "lane == T->lane")?;
+        c += &body.set(predicate, PtxType::Pred, "lane == T->lane")?;
     }
     Ok(c)
 }

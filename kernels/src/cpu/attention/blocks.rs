@@ -4,14 +4,14 @@ use super::task::NextKeys;
 use super::units::{UNIT, VECTORS};
 use super::{AttentionCall, AttentionSequence};
 use crate::cpu::lanes::LANES;
-use crate::cpu::tile::Element;
+use crate::cpu::tile::TileElement;
 use crate::kv_layout::KvLayout;
 use std::ops::Range;
 
 /// Where the keys and values of a unit are. For each vector of 16 positions there are `head_dim` lines of 16 keys and
 /// 16 lines of `head_dim` values.
 #[derive(Clone, Copy)]
-pub(super) struct Unit<E> {
+pub(super) struct KvUnit<E> {
     /// The first position of the unit.
     pub base: usize,
     pub keys: [*const E; VECTORS],
@@ -47,7 +47,7 @@ pub(super) fn gathered_len(layout: &KvLayout) -> usize {
     if layout.block_size.is_multiple_of(LANES) { 0 } else { 2 * UNIT * layout.head_dim }
 }
 
-impl<'a, E: Element> Blocks<'a, E> {
+impl<'a, E: TileElement> Blocks<'a, E> {
     /// Starts to read the keys and values of `kv_head`. `gathered` has [`gathered_len`] float32 values.
     pub fn new(call: &AttentionCall<'a>, kv_head: usize, gathered: &'a mut [f32]) -> Blocks<'a, E> {
         // SAFETY: E is no larger than float32, no more aligned, and any bits are a value of it.
@@ -59,13 +59,13 @@ impl<'a, E: Element> Blocks<'a, E> {
 
     /// Finds the keys and values of the unit at `base`. `positions` count from `base`; vectors that contain none of
     /// them get pointers that must not be read.
-    pub fn find(&mut self, sequence: &AttentionSequence<'_>, base: usize, positions: Range<usize>) -> Unit<E> {
+    pub fn find(&mut self, sequence: &AttentionSequence<'_>, base: usize, positions: Range<usize>) -> KvUnit<E> {
         let Range { start: from, end: to } = positions;
         let KvLayout { head_dim, block_size, .. } = *self.layout;
         let whole = gathered_len(self.layout) == 0;
         let key_step = if whole { block_size } else { LANES };
         let (keys, values) = ([self.keys.as_ptr(); VECTORS], [self.values.as_ptr(); VECTORS]);
-        let mut found = Unit { base, keys, key_step, values };
+        let mut found = KvUnit { base, keys, key_step, values };
         for vector in from / LANES..to.div_ceil(LANES) {
             if !whole {
                 self.gather(sequence, base, from.max(vector * LANES)..to.min((vector + 1) * LANES));

@@ -7,7 +7,7 @@
 
 #![allow(clippy::needless_range_loop)] // no closures, as in `cpu::tile`
 
-use super::blocks::{NO_LINES, PrefetchLines, Unit};
+use super::blocks::{KvUnit, NO_LINES, PrefetchLines};
 use super::units::{UNIT, VECTORS, state_len};
 use crate::cpu::Isa;
 use crate::cpu::isa::Kernel;
@@ -53,13 +53,18 @@ pub(super) struct RoundedQueries<'a> {
 /// # Safety
 /// The keys of every vector of the unit that contains one of the active positions are readable, and the values of these
 /// positions.
-pub(super) unsafe fn take(isa: Isa, active: RoundedQueries<'_>, unit: &Unit<bf16>, ahead: Option<&[PrefetchLines; 2]>) {
+pub(super) unsafe fn take(
+    isa: Isa,
+    active: RoundedQueries<'_>,
+    unit: &KvUnit<bf16>,
+    ahead: Option<&[PrefetchLines; 2]>,
+) {
     macro_rules! queries {
         ($($queries:literal)*) => {
             match (active.references.len(), ahead) {
                 $(
-                    ($queries, Some(ahead)) => isa.dispatch(Take::<$queries, true> { active, unit, ahead }),
-                    ($queries, None) => isa.dispatch(Take::<$queries, false> { active, unit, ahead: &[NO_LINES; 2] }),
+                    ($queries, Some(ahead)) => isa.dispatch(AttendUnit::<$queries, true> { active, unit, ahead }),
+                    ($queries, None) => isa.dispatch(AttendUnit::<$queries, false> { active, unit, ahead: &[NO_LINES; 2] }),
                 )*
                 (n, _) => unreachable!("no attention tile of {n} queries"),
             }
@@ -68,14 +73,14 @@ pub(super) unsafe fn take(isa: Isa, active: RoundedQueries<'_>, unit: &Unit<bf16
     queries!(1 2 3 4 5 6 7 8 9 10 11 12)
 }
 
-struct Take<'a, const MR: usize, const AHEAD: bool> {
+struct AttendUnit<'a, const MR: usize, const AHEAD: bool> {
     active: RoundedQueries<'a>,
-    unit: &'a Unit<bf16>,
+    unit: &'a KvUnit<bf16>,
     /// The lines prefetched while scores are computed, and those prefetched while weighted values are added.
     ahead: &'a [PrefetchLines; 2],
 }
 
-impl<const MR: usize, const AHEAD: bool> Kernel for Take<'_, MR, AHEAD> {
+impl<const MR: usize, const AHEAD: bool> Kernel for AttendUnit<'_, MR, AHEAD> {
     type Output = ();
     const DOT_PAIRS: bool = true;
 
@@ -116,7 +121,7 @@ impl<const MR: usize, const AHEAD: bool> Kernel for Take<'_, MR, AHEAD> {
 #[repr(align(64))]
 struct SoftmaxWeights<const MR: usize>([[f32; UNIT / 2]; MR]);
 
-impl<const MR: usize, const AHEAD: bool> Take<'_, MR, AHEAD> {
+impl<const MR: usize, const AHEAD: bool> AttendUnit<'_, MR, AHEAD> {
     /// Computes the scores `scores[m][t] = q[m] · k[t]` of `NV` vectors of positions, from `vector` on. Vectors from
     /// `end` on are not read: they get the scores of the last vector before it.
     #[inline(always)]

@@ -1,15 +1,15 @@
 //! A task of attention in dot products of bfloat16 pairs, for a bfloat16 cache on a processor (or an emulation) that
 //! has an instruction for these. Queries and softmax weights are rounded to bfloat16 once; sums are float32.
 //!
-//! The tiles are chosen anew for each unit from the queries that see it. This is possible because all state is kept per
-//! query.
+//! The tiles are chosen again for each unit from the queries that see it. This is possible because all state is kept
+//! per query.
 
 use super::AttentionCall;
 use super::blocks::{Blocks, PrefetchLines, gathered_len};
 use super::dot_tile::{QUERIES_ALONE, QUERIES_BESIDE, RoundedQueries, round_query, take};
 use super::plan::AttentionTask;
 use super::span::fold;
-use super::task::{NextKeys, Pass, each_pass, places_of, put};
+use super::task::{KvPass, NextKeys, each_pass, places_of, put};
 use super::units::{SPAN, TileSize, UNIT, state_len};
 use crate::cpu::lanes::LANES;
 use crate::cpu::rows::SharedSlice;
@@ -85,7 +85,7 @@ impl<'a> TaskQueries<'a> {
     }
 
     /// Runs the queries of a pass over its positions, unit by unit.
-    fn units(&mut self, call: &AttentionCall<'_>, blocks: &mut Blocks<'_, bf16>, pass: &Pass<'_>) {
+    fn units(&mut self, call: &AttentionCall<'_>, blocks: &mut Blocks<'_, bf16>, pass: &KvPass<'_>) {
         let each = self.seen[pass.queries.clone()].iter();
         let each = each.map(|(from, end)| *from.max(&pass.positions.start)..*end.min(&pass.positions.end));
         let all = each.filter(|seen| !seen.is_empty()).reduce(|a, b| a.start.min(b.start)..a.end.max(b.end));

@@ -15,8 +15,8 @@ use super::isa::Isa;
 use super::kv::KvBlocks;
 use super::pool::{Cpu, SharedScratch};
 use super::rows::{Rows, RowsMut, SharedRows, SharedSlice};
-use crate::kv_layout::KvDtype;
 use crate::step::{AttentionSequence, AttentionShape};
+use crate::values::StorageDtype;
 use half::bf16;
 
 mod blocks;
@@ -56,7 +56,7 @@ pub fn paged_attention(
     assert!(shape.scale > 0.0, "a scale of {} does not keep the order of the scores", shape.scale);
     check_sequences(sequences, q.rows(), cache);
 
-    let dots = layout.dtype == KvDtype::Bf16 && cpu.isa().rounds_activations();
+    let dots = layout.dtype == StorageDtype::Bf16 && cpu.isa().rounds_activations();
     let tile = if dots { dots::TILE_SIZE } else { TileSize::new(cpu.isa().accumulators()) };
     let mut shared = cpu.shared();
     let SharedScratch { plan, partials, .. } = &mut *shared;
@@ -71,9 +71,9 @@ pub fn paged_attention(
         // are threads.
         let after = NextKeys::of_task(&call, plan.tasks.get(i + cpu.pool().threads()).unwrap_or(task));
         match layout.dtype {
-            KvDtype::Bf16 if dots => dots::run(&call, task, after, &shared, scratch),
-            KvDtype::Bf16 => tile::run::<bf16>(&call, task, after, tile, &shared, scratch),
-            KvDtype::F32 => tile::run::<f32>(&call, task, after, tile, &shared, scratch),
+            StorageDtype::Bf16 if dots => dots::run(&call, task, after, &shared, scratch),
+            StorageDtype::Bf16 => tile::run::<bf16>(&call, task, after, tile, &shared, scratch),
+            StorageDtype::F32 => tile::run::<f32>(&call, task, after, tile, &shared, scratch),
         }
     });
     let finish = |i: usize, state: &mut [f32]| finish(&call, &plan.splits[i], partials, state);

@@ -1,4 +1,4 @@
-//! Spans of 512 absolute positions. A query's softmax starts anew with each span, and the results of its spans are
+//! Spans of 512 absolute positions. A query's softmax starts again with each span, and the results of its spans are
 //! folded in order. That order is part of the definition of the result, so one thread may compute all spans of a query,
 //! or several threads one span each.
 

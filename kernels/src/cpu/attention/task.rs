@@ -13,7 +13,7 @@ use std::ops::Range;
 use std::slice;
 
 /// Where a query is in the query tensor and the output, and the positions that it sees.
-pub(super) struct Place {
+pub(super) struct QueryPlace {
     pub row: usize,
     pub column: usize,
     /// The first position that the query sees and the one after the last.
@@ -21,15 +21,23 @@ pub(super) struct Place {
 }
 
 /// The places of a task's queries, in order.
-pub(super) fn places_of<'a>(call: &'a AttentionCall<'_>, task: &AttentionTask) -> Places<'a> {
+pub(super) fn places_of<'a>(call: &'a AttentionCall<'_>, task: &AttentionTask) -> QueryPlaces<'a> {
     let group = call.shape.heads / call.cache.layout().kv_heads;
     let members = &call.sequences[task.first_sequence as usize..][..task.sequences as usize];
     let (row, head) = (task.first_query as usize / group, task.first_query as usize % group);
-    Places { call, members, row, head, first_head: task.kv_head as usize * group, group, left: task.queries as usize }
+    QueryPlaces {
+        call,
+        members,
+        row,
+        head,
+        first_head: task.kv_head as usize * group,
+        group,
+        left: task.queries as usize,
+    }
 }
 
 /// The iterator behind [`places_of`]. It is kept simple because it runs for every query.
-pub(super) struct Places<'a> {
+pub(super) struct QueryPlaces<'a> {
     call: &'a AttentionCall<'a>,
     /// The sequence of the next query and the sequences after it.
     members: &'a [AttentionSequence<'a>],
@@ -41,11 +49,11 @@ pub(super) struct Places<'a> {
     left: usize,
 }
 
-impl Iterator for Places<'_> {
-    type Item = Place;
+impl Iterator for QueryPlaces<'_> {
+    type Item = QueryPlace;
 
     #[inline]
-    fn next(&mut self) -> Option<Place> {
+    fn next(&mut self) -> Option<QueryPlace> {
         if self.left == 0 {
             return None;
         }
@@ -54,7 +62,7 @@ impl Iterator for Places<'_> {
         }
         let (call, s) = (self.call, &self.members[0]);
         let column = (self.first_head + self.head) * call.cache.layout().head_dim;
-        let place = Place { row: s.first_row + self.row, column, seen: seen(call.shape, s, self.row) };
+        let place = QueryPlace { row: s.first_row + self.row, column, seen: seen(call.shape, s, self.row) };
         self.left -= 1;
         self.head += 1;
         if self.head == self.group {
@@ -65,14 +73,14 @@ impl Iterator for Places<'_> {
 }
 
 /// Writes the output of a query.
-fn write(call: &AttentionCall<'_>, place: &Place, state: &[f32]) {
+fn write(call: &AttentionCall<'_>, place: &QueryPlace, state: &[f32]) {
     // SAFETY: no other task has this row and head.
     let out = unsafe { call.out.part(place.row, place.column, call.cache.layout().head_dim) };
     divide(call.isa, state, out);
 }
 
 /// One pass of a task: some of its queries attend to a range of positions in the KV blocks of one sequence.
-pub(super) struct Pass<'a> {
+pub(super) struct KvPass<'a> {
     pub sequence: &'a AttentionSequence<'a>,
     /// The queries that take part, counted in the task.
     pub queries: Range<usize>,
@@ -106,23 +114,23 @@ pub(super) fn each_pass<'a>(
     call: &AttentionCall<'a>,
     task: &AttentionTask,
     after: NextKeys<'a>,
-    mut take: impl FnMut(Pass<'a>),
+    mut take: impl FnMut(KvPass<'a>),
 ) {
     let members = &call.sequences[task.first_sequence as usize..][..task.sequences as usize];
     let all = task.only.map_or(0..usize::MAX, |only| only.span as usize * SPAN..(only.span as usize + 1) * SPAN);
     let (sequence, queries) = (&members[0], 0..task.queries as usize);
     if members.len() == 1 {
-        return take(Pass { sequence, queries, positions: all, next: after });
+        return take(KvPass { sequence, queries, positions: all, next: after });
     }
     let shared = task.shared_units as usize * UNIT;
     let own = all.start.max(shared);
     let next = |sequence| NextKeys { sequence, kv_head: task.kv_head as usize, position: own };
-    take(Pass { sequence, queries, positions: all.start..all.end.min(shared), next: next(sequence) });
+    take(KvPass { sequence, queries, positions: all.start..all.end.min(shared), next: next(sequence) });
     let mut first = 0;
     for (i, sequence) in members.iter().enumerate() {
         let end = first + sequence.rows * (call.shape.heads / call.cache.layout().kv_heads);
         let next = members.get(i + 1).map_or(after, next);
-        take(Pass { sequence, queries: first..end, positions: own..all.end, next });
+        take(KvPass { sequence, queries: first..end, positions: own..all.end, next });
         first = end;
     }
 }

@@ -10,7 +10,7 @@ struct Case {
     heads: usize,
     kv_heads: usize,
     head_dim: usize,
-    dtype: KvDtype,
+    dtype: StorageDtype,
     window: Option<usize>,
     lengths: Vec<usize>,
     /// The queries `[length, heads * head_dim]` of each sequence; its keys and values are
@@ -23,7 +23,7 @@ struct Case {
 fn case(random: &mut Random, lengths: Vec<usize>) -> Case {
     let head_dim = [16, 32, 64, 80, 96, 128, 256][random.below(7)];
     let (kv_heads, group) = (random.between(1, 3), random.between(1, 8));
-    let dtype = [KvDtype::Bf16, KvDtype::F32][random.below(2)];
+    let dtype = [StorageDtype::Bf16, StorageDtype::F32][random.below(2)];
     let window = (random.below(2) == 0).then(|| random.between(1, 150));
     let heads = kv_heads * group;
     let mut values = |width: usize| lengths.iter().map(|len| random.normals(len * width, 1.0)).collect();
@@ -83,7 +83,7 @@ impl Case {
     /// implementation with bfloat16 products rounds queries (they are rounded here, too) and softmax weights (each by
     /// at most half a unit in its last place).
     fn reference(&self, s: usize, row: usize, head: usize, isa: Isa) -> Vec<(f64, f64)> {
-        let rounds = self.dtype == KvDtype::Bf16 && isa.rounds_activations();
+        let rounds = self.dtype == StorageDtype::Bf16 && isa.rounds_activations();
         let (width, heads) = (self.kv_heads * self.head_dim, self.heads * self.head_dim);
         let seen = |x: &f32| if rounds { bf16::from_f32(*x).to_f32() } else { *x };
         let q: Vec<f32> = self.q[s][row * heads..][..heads].iter().map(seen).collect();
@@ -282,7 +282,7 @@ fn sequences_that_share_blocks_have_the_bits_they_have_alone() {
 #[test]
 fn samples_take_their_prompt_together_and_long_contexts_are_shared_among_threads() {
     let tile = TileSize { alone: 12, beside: 6 };
-    let layout = KvLayout { blocks: 1000, block_size: 16, kv_heads: 3, head_dim: 64, dtype: KvDtype::Bf16 };
+    let layout = KvLayout { blocks: 1000, block_size: 16, kv_heads: 3, head_dim: 64, dtype: StorageDtype::Bf16 };
     let plan = |shape: &AttentionShape, sequences: &[AttentionSequence<'_>], threads: usize| {
         let mut plan = AttentionPlan::default();
         Planner { shape, sequences, layout: &layout, tile, threads }.plan(&mut plan);

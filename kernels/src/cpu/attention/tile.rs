@@ -1,15 +1,15 @@
 //! A task of attention in float32: queries that share a KV head attend to all positions that they see, or to one span.
 
-use super::blocks::{Blocks, PrefetchLines, Unit, gathered_len};
+use super::blocks::{Blocks, KvUnit, PrefetchLines, gathered_len};
 use super::plan::AttentionTask;
 use super::span::fold;
-use super::task::{NextKeys, Pass, Place, each_pass, places_of, put};
+use super::task::{KvPass, NextKeys, QueryPlace, each_pass, places_of, put};
 use super::unit::{ActiveQueries, Softmax, scale_lines, score, weigh, widen};
 use super::units::{MOST_TILES, SPAN, TileSize, UNIT, VECTORS, state_len};
 use super::{AttentionCall, AttentionSequence};
 use crate::cpu::lanes::LANES;
 use crate::cpu::rows::SharedSlice;
-use crate::cpu::tile::{Element, MOST_ROWS};
+use crate::cpu::tile::{MOST_ROWS, TileElement};
 use crate::kv_layout::KvLayout;
 use std::ops::Range;
 use std::slice;
@@ -26,7 +26,7 @@ fn scratch_per_query(layout: &KvLayout) -> usize {
 }
 
 /// Computes the outputs of the task's queries, or their partial results.
-pub(super) fn run<'a, E: Element>(
+pub(super) fn run<'a, E: TileElement>(
     call: &AttentionCall<'a>,
     task: &AttentionTask,
     after: NextKeys<'a>,
@@ -102,7 +102,7 @@ struct AttentionTile<'a> {
 impl<'a> AttentionTile<'a> {
     fn new(
         call: &AttentionCall<'_>,
-        places: &mut impl Iterator<Item = Place>,
+        places: &mut impl Iterator<Item = QueryPlace>,
         queries: Range<usize>,
         memory: &'a mut [f32],
     ) -> AttentionTile<'a> {
@@ -211,10 +211,10 @@ struct TaskTiles<'a, 'm, E> {
     wide: &'a mut [[f32; LANES]],
 }
 
-impl<E: Element> TaskTiles<'_, '_, E> {
+impl<E: TileElement> TaskTiles<'_, '_, E> {
     /// Runs the queries of a pass over its positions, unit by unit.
-    fn units(&mut self, pass: &Pass<'_>) {
-        let Pass { sequence, queries: range, positions, next } = pass;
+    fn units(&mut self, pass: &KvPass<'_>) {
+        let KvPass { sequence, queries: range, positions, next } = pass;
         let before = |query: usize| {
             self.tiles.partition_point(|tile| tile.as_ref().is_some_and(|tile| tile.first + tile.queries <= query))
         };
@@ -264,16 +264,16 @@ impl<E: Element> TaskTiles<'_, '_, E> {
             let vectors = from / LANES..to.div_ceil(LANES);
             let wide = self.widen(found.keys, found.key_step, vectors.clone());
             // SAFETY: `widen` has copied all positions that any of the queries sees.
-            unsafe { self.score(pass_tiles, &Unit { base, keys: wide, key_step: LANES, values: wide }, &values) };
+            unsafe { self.score(pass_tiles, &KvUnit { base, keys: wide, key_step: LANES, values: wide }, &values) };
             let wide = self.widen(found.values, LANES, vectors);
             // SAFETY: as above.
-            unsafe { self.weigh(pass_tiles, &Unit { base, keys: wide, key_step: LANES, values: wide }, &keys) };
+            unsafe { self.weigh(pass_tiles, &KvUnit { base, keys: wide, key_step: LANES, values: wide }, &keys) };
         }
     }
 
     /// # Safety
     /// As for [`score`].
-    unsafe fn score<X: Element>(&mut self, pass_tiles: &PassTiles<'_>, unit: &Unit<X>, ahead: &PrefetchLines) {
+    unsafe fn score<X: TileElement>(&mut self, pass_tiles: &PassTiles<'_>, unit: &KvUnit<X>, ahead: &PrefetchLines) {
         let mut ahead = Some(ahead);
         for tile in self.tiles[pass_tiles.tiles.clone()].iter_mut().flatten() {
             if let Some(active) = tile.active(unit.base, self.layout.head_dim) {
@@ -285,7 +285,7 @@ impl<E: Element> TaskTiles<'_, '_, E> {
 
     /// # Safety
     /// As for [`weigh`].
-    unsafe fn weigh<X: Element>(&mut self, pass_tiles: &PassTiles<'_>, unit: &Unit<X>, ahead: &PrefetchLines) {
+    unsafe fn weigh<X: TileElement>(&mut self, pass_tiles: &PassTiles<'_>, unit: &KvUnit<X>, ahead: &PrefetchLines) {
         let mut ahead = Some(ahead);
         for tile in self.tiles[pass_tiles.tiles.clone()].iter_mut().flatten() {
             if let Some(active) = tile.active(unit.base, self.layout.head_dim) {

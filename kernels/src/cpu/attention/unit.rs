@@ -2,12 +2,12 @@
 
 #![allow(clippy::needless_range_loop)] // no closures, as in `cpu::tile`
 
-use super::blocks::{NO_LINES, PrefetchLines, Unit};
+use super::blocks::{KvUnit, NO_LINES, PrefetchLines};
 use super::units::{UNIT, VECTORS, state_len};
 use crate::cpu::Isa;
 use crate::cpu::isa::Kernel;
 use crate::cpu::lanes::{LANES, Lanes};
-use crate::cpu::tile::{Element, most_rows};
+use crate::cpu::tile::{TileElement, most_rows};
 use std::ops::Range;
 
 /// The online softmax of one query over the units of a span so far.
@@ -48,10 +48,10 @@ pub(super) struct ActiveQueries<'a> {
 ///
 /// # Safety
 /// The keys of every vector of the unit that contains one of the active positions are readable.
-pub(super) unsafe fn score<E: Element>(
+pub(super) unsafe fn score<E: TileElement>(
     isa: Isa,
     active: ActiveQueries<'_>,
-    unit: &Unit<E>,
+    unit: &KvUnit<E>,
     ahead: Option<&PrefetchLines>,
 ) {
     macro_rules! queries {
@@ -72,10 +72,10 @@ pub(super) unsafe fn score<E: Element>(
 ///
 /// # Safety
 /// The values of the active positions of the unit are readable.
-pub(super) unsafe fn weigh<E: Element>(
+pub(super) unsafe fn weigh<E: TileElement>(
     isa: Isa,
     active: ActiveQueries<'_>,
-    unit: &Unit<E>,
+    unit: &KvUnit<E>,
     ahead: Option<&PrefetchLines>,
 ) {
     macro_rules! queries {
@@ -94,11 +94,11 @@ pub(super) unsafe fn weigh<E: Element>(
 
 struct Score<'a, E, const MR: usize, const AHEAD: bool> {
     active: ActiveQueries<'a>,
-    unit: &'a Unit<E>,
+    unit: &'a KvUnit<E>,
     ahead: &'a PrefetchLines,
 }
 
-impl<E: Element, const MR: usize, const AHEAD: bool> Score<'_, E, MR, AHEAD> {
+impl<E: TileElement, const MR: usize, const AHEAD: bool> Score<'_, E, MR, AHEAD> {
     /// Computes the scores `weights[m][t] = q[m] · k[t]` of `NV` vectors of positions, from `vector` on. Vectors from
     /// `end` on are not read: they get the scores of the last vector before it.
     #[inline(always)]
@@ -194,7 +194,7 @@ impl<E: Element, const MR: usize, const AHEAD: bool> Score<'_, E, MR, AHEAD> {
     }
 }
 
-impl<E: Element, const MR: usize, const AHEAD: bool> Kernel for Score<'_, E, MR, AHEAD> {
+impl<E: TileElement, const MR: usize, const AHEAD: bool> Kernel for Score<'_, E, MR, AHEAD> {
     type Output = ();
 
     #[inline(always)]
@@ -222,11 +222,11 @@ impl<E: Element, const MR: usize, const AHEAD: bool> Kernel for Score<'_, E, MR,
 
 struct Weigh<'a, E, const MR: usize, const AHEAD: bool> {
     active: ActiveQueries<'a>,
-    unit: &'a Unit<E>,
+    unit: &'a KvUnit<E>,
     ahead: &'a PrefetchLines,
 }
 
-impl<E: Element, const MR: usize, const AHEAD: bool> Weigh<'_, E, MR, AHEAD> {
+impl<E: TileElement, const MR: usize, const AHEAD: bool> Weigh<'_, E, MR, AHEAD> {
     /// Adds weighted values to `NV` vectors of columns:
     /// `sums[m][columns] = rescale[m] * sums[m][columns] + Σ weights[m][t] * v[t][columns]` over the active positions
     /// `t`, in order.
@@ -275,7 +275,7 @@ impl<E: Element, const MR: usize, const AHEAD: bool> Weigh<'_, E, MR, AHEAD> {
     }
 }
 
-impl<E: Element, const MR: usize, const AHEAD: bool> Kernel for Weigh<'_, E, MR, AHEAD> {
+impl<E: TileElement, const MR: usize, const AHEAD: bool> Kernel for Weigh<'_, E, MR, AHEAD> {
     type Output = ();
 
     #[inline(always)]
@@ -304,7 +304,7 @@ impl<E: Element, const MR: usize, const AHEAD: bool> Kernel for Weigh<'_, E, MR,
 ///
 /// # Safety
 /// All lines are readable.
-pub(super) unsafe fn widen<E: Element>(isa: Isa, from: *const E, step: usize, to: &mut [[f32; LANES]]) {
+pub(super) unsafe fn widen<E: TileElement>(isa: Isa, from: *const E, step: usize, to: &mut [[f32; LANES]]) {
     isa.dispatch(WidenLines { from, step, to });
 }
 
@@ -314,7 +314,7 @@ struct WidenLines<'a, E> {
     to: &'a mut [[f32; LANES]],
 }
 
-impl<E: Element> Kernel for WidenLines<'_, E> {
+impl<E: TileElement> Kernel for WidenLines<'_, E> {
     type Output = ();
 
     #[inline(always)]

@@ -2,7 +2,7 @@ use super::super::isa::Isa;
 use super::super::testing::Random;
 use super::*;
 
-fn cache(random: &mut Random, dtype: KvDtype) -> KvBlocks {
+fn cache(random: &mut Random, dtype: StorageDtype) -> KvBlocks {
     let (kv_heads, block_size) = (random.between(1, 3), random.between(1, 20));
     KvBlocks::new(KvLayout { blocks: random.between(2, 6), block_size, kv_heads, head_dim: 32, dtype })
 }
@@ -12,8 +12,8 @@ fn read(cache: &KvBlocks, slot: usize) -> Vec<(f32, f32)> {
     let l = cache.layout;
     let (block, offset) = (slot / l.block_size, slot % l.block_size);
     let at = |i: usize, of: &Mapping| match l.dtype {
-        KvDtype::Bf16 => of.as_slice::<bf16>()[i].to_f32(),
-        KvDtype::F32 => of.as_slice::<f32>()[i],
+        StorageDtype::Bf16 => of.as_slice::<bf16>()[i].to_f32(),
+        StorageDtype::F32 => of.as_slice::<f32>()[i],
     };
     let cell = |head: usize, d: usize| {
         let start = (block * l.kv_heads + head) * l.head_len();
@@ -27,7 +27,7 @@ fn read(cache: &KvBlocks, slot: usize) -> Vec<(f32, f32)> {
 fn slots_hold_what_was_written_last_and_copies_move_whole_tokens() {
     for seed in 0..40 {
         let mut random = Random::new(seed);
-        let dtype = [KvDtype::Bf16, KvDtype::F32][seed as usize % 2];
+        let dtype = [StorageDtype::Bf16, StorageDtype::F32][seed as usize % 2];
         let mut cache = cache(&mut random, dtype);
         let l = cache.layout;
         let width = l.kv_heads * l.head_dim;
@@ -37,7 +37,7 @@ fn slots_hold_what_was_written_last_and_copies_move_whole_tokens() {
             let (k, v) = (random.normals(rows * width, 1.0), random.normals(rows * width, 1.0));
             let slots: Vec<u32> = (0..rows).map(|_| random.below(expected.len()) as u32).collect();
             cache.write(&Cpu::new(2), Rows::dense(&k, width), Rows::dense(&v, width), &slots);
-            let rounded = |x: f32| if dtype == KvDtype::Bf16 { bf16::from_f32(x).to_f32() } else { x };
+            let rounded = |x: f32| if dtype == StorageDtype::Bf16 { bf16::from_f32(x).to_f32() } else { x };
             for (row, slot) in slots.iter().enumerate() {
                 let cell = |i| (rounded(k[row * width + i]), rounded(v[row * width + i]));
                 expected[*slot as usize] = (0..width).map(cell).collect();
@@ -92,15 +92,15 @@ fn every_instruction_set_stores_the_bits_of_rounding_each_value() {
             block_size,
             kv_heads: random.between(1, 3),
             head_dim: [16, 32, 48, 64, 80, 128][random.below(6)],
-            dtype: [KvDtype::Bf16, KvDtype::F32][random.below(2)],
+            dtype: [StorageDtype::Bf16, StorageDtype::F32][random.below(2)],
         };
         let slots = random_slots(&mut random, layout.blocks * block_size);
         let width = layout.kv_heads * layout.head_dim;
         let strides = [width + random.below(40), width];
         let [k, v] = strides.map(|stride| random_values(&mut random, (slots.len() - 1) * stride + width));
         let stored = |x: f32| match layout.dtype {
-            KvDtype::Bf16 => u32::from(bf16::from_f32(x).to_bits()),
-            KvDtype::F32 => x.to_bits(),
+            StorageDtype::Bf16 => u32::from(bf16::from_f32(x).to_bits()),
+            StorageDtype::F32 => x.to_bits(),
         };
         let cells = layout.blocks * layout.block_len();
         let (mut keys, mut values) = (vec![0; cells], vec![0; cells]);
@@ -115,8 +115,8 @@ fn every_instruction_set_stores_the_bits_of_rounding_each_value() {
         }
         let found = |of: &Mapping| -> Vec<u32> {
             match layout.dtype {
-                KvDtype::Bf16 => of.as_slice::<u16>()[..cells].iter().map(|bits| u32::from(*bits)).collect(),
-                KvDtype::F32 => of.as_slice::<u32>()[..cells].to_vec(),
+                StorageDtype::Bf16 => of.as_slice::<u16>()[..cells].iter().map(|bits| u32::from(*bits)).collect(),
+                StorageDtype::F32 => of.as_slice::<u32>()[..cells].to_vec(),
             }
         };
         for (isa, threads) in Isa::all().into_iter().flat_map(|isa| [1, 2, 7].map(|threads| (isa, threads))) {

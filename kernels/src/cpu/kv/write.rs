@@ -7,7 +7,7 @@ use super::super::isa::Kernel;
 use super::super::lanes::{LANES, Lanes};
 use super::super::pool::Cpu;
 use super::super::rows::{Rows, SharedSlice};
-use super::super::tile::{Element, LINE};
+use super::super::tile::{LINE, TileElement};
 use super::KvLayout;
 use half::bf16;
 use std::ops::Range;
@@ -16,7 +16,7 @@ use std::ops::Range;
 const COLUMNS: usize = 32;
 
 /// An element type of a KV cache; a vector has [`LEN`](Self::LEN) elements.
-pub(super) trait KvElement: Element {
+pub(super) trait KvElement: TileElement {
     const LEN: usize = LINE / size_of::<Self>();
     const ZERO: Self;
 

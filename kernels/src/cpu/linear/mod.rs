@@ -12,7 +12,7 @@ use super::packed::PackedMatrix;
 use super::pool::Cpu;
 use super::rows::{Rows, RowsMut, SharedRows};
 use super::tile::{Format, LINE, Pairs, Prefetch, RoundedPairs, Single};
-use crate::weights::WeightDtype;
+use crate::values::StorageDtype;
 use format::LinearFormat;
 use half::bf16;
 use plan::LinearPlan;
@@ -37,7 +37,7 @@ pub fn linear(cpu: &Cpu, x: Rows<'_>, w: &PackedMatrix, bias: Option<&[f32]>, ou
 /// between is not written to memory.
 ///
 /// # Panics
-/// If shapes do not agree, or `n` is no multiple of 16.
+/// If shapes do not agree, or `n` is not a multiple of 16.
 pub fn linear_silu_mul(cpu: &Cpu, x: Rows<'_>, w: &PackedMatrix, bias: Option<&[f32]>, out: RowsMut<'_>) {
     assert_eq!(2 * out.width(), w.n(), "output features");
     assert!(out.width().is_multiple_of(LANES), "{} gates are no whole panels", out.width());
@@ -52,9 +52,9 @@ fn by_format(cpu: &Cpu, x: Rows<'_>, w: &PackedMatrix, bias: Option<&[f32]>, out
         return;
     }
     match (w.dtype(), cpu.isa().rounds_activations()) {
-        (WeightDtype::F32, _) => run::<Single<f32>>(cpu, x, w, bias, out, gated),
-        (WeightDtype::Bf16, false) => run::<Pairs<bf16>>(cpu, x, w, bias, out, gated),
-        (WeightDtype::Bf16, true) => run::<RoundedPairs>(cpu, x, w, bias, out, gated),
+        (StorageDtype::F32, _) => run::<Single<f32>>(cpu, x, w, bias, out, gated),
+        (StorageDtype::Bf16, false) => run::<Pairs<bf16>>(cpu, x, w, bias, out, gated),
+        (StorageDtype::Bf16, true) => run::<RoundedPairs>(cpu, x, w, bias, out, gated),
     }
 }
 
@@ -117,8 +117,8 @@ struct LinearCall<'a, F: LinearFormat> {
     out: SharedRows<'a>,
 }
 
-/// The steps of the reduction that all tiles of a task take before any of them goes on to the next steps, so that they
-/// find the weights in the cache.
+/// The steps of the reduction that all tiles of a task take before any of them continues with the next steps, so that
+/// they find the weights in the cache.
 struct KBlock<'a> {
     tiles: &'a Range<usize>,
     group: usize,
@@ -206,11 +206,11 @@ impl<F: LinearFormat> LinearCall<'_, F> {
         LinearTile::<T> { x, weights, copy, ahead, sums, out }.run(self.isa, to - from, plan.width);
     }
 
-    /// What a tile prefetches: panels of the next block. That is the next block of this task or, after the last one,
-    /// the first block of the thread's next group, which is probably as many groups further on as there are threads,
-    /// since threads claim tasks in order. A task's only tile prefetches all panels into the first-level cache, and its
-    /// own weights shortly before it needs them; each of several tiles prefetches a part of a panel into the
-    /// second-level cache.
+    /// The panels of the next block that a tile prefetches. That block is the next block of this task or, after the
+    /// last one, the first block of the thread's next group, which is probably as many groups further on as there are
+    /// threads, since threads claim tasks in order. A task's only tile prefetches all panels into the first-level
+    /// cache, and its own weights shortly before it needs them; each of several tiles prefetches a part of a panel into
+    /// the second-level cache.
     fn ahead(&self, block: &KBlock<'_>, tile: usize) -> Prefetch<WIDEST> {
         let plan = &self.plan;
         let (group, step) = match block.steps.end {

@@ -4,11 +4,12 @@ use super::super::testing::{Random, bits, close, dot_pair};
 use super::*;
 use crate::backend::storage::MatrixImpl;
 use crate::reference;
+use crate::values::TensorView;
 use crate::weights::MatrixShape;
-use crate::weights::{WeightRows, reduction_leaves};
+use crate::weights::reduction_leaves;
 use half::bf16;
 
-const DTYPES: [WeightDtype; 2] = [WeightDtype::Bf16, WeightDtype::F32];
+const DTYPES: [StorageDtype; 2] = [StorageDtype::Bf16, StorageDtype::F32];
 
 struct Case {
     x: Vec<f32>,
@@ -18,16 +19,16 @@ struct Case {
     matrix: PackedMatrix,
 }
 
-fn pack(dtype: WeightDtype, n: usize, k: usize, leaves: usize, weights: &[f32]) -> PackedMatrix {
+fn pack(dtype: StorageDtype, n: usize, k: usize, leaves: usize, weights: &[f32]) -> PackedMatrix {
     let mut matrix = PackedMatrix::zeros(dtype, n, k, leaves);
-    matrix.write_rows(0, WeightRows::F32(weights));
+    matrix.write_rows(0, TensorView::F32(weights));
     matrix
 }
 
-fn case(random: &mut Random, dtype: WeightDtype, m: usize, n: usize, k: usize) -> Case {
+fn case(random: &mut Random, dtype: StorageDtype, m: usize, n: usize, k: usize) -> Case {
     let leaves = [1, reduction_leaves(k)][random.below(2)];
     let mut weights = random.normals(n * k, 1.0);
-    if dtype == WeightDtype::Bf16 {
+    if dtype == StorageDtype::Bf16 {
         weights.iter_mut().for_each(|w| *w = bf16::from_f32(*w).to_f32());
     }
     let bias = (random.below(2) == 1).then(|| random.normals(n, 1.0));
@@ -62,7 +63,7 @@ fn in_order(rounds: bool, x: &[f32], w: &[f32], leaves: usize, bias: Option<f32>
 impl Case {
     /// The expected bits of row `i` and column `j` of the product on an instruction set.
     fn expected(&self, isa: Isa, i: usize, j: usize) -> f32 {
-        self.expected_of(isa.rounds_activations() && self.matrix.dtype() == WeightDtype::Bf16, i, j)
+        self.expected_of(isa.rounds_activations() && self.matrix.dtype() == StorageDtype::Bf16, i, j)
     }
 
     fn expected_of(&self, rounds: bool, i: usize, j: usize) -> f32 {
@@ -131,8 +132,8 @@ fn long_and_odd_reductions_have_the_order_of_the_contract() {
 /// The product by the reference device.
 fn reference(x: &[f32], weights: &[f32], n: usize, bias: Option<&[f32]>) -> Vec<f32> {
     let k = weights.len() / n;
-    let mut w = reference::RowMajor::zeros(MatrixShape { dtype: WeightDtype::F32, n, k, leaves: 1 });
-    w.write_columns(0, WeightRows::F32(weights), k, 0);
+    let mut w = reference::RowMajor::zeros(MatrixShape { dtype: StorageDtype::F32, n, k, leaves: 1 });
+    w.write_columns(0, TensorView::F32(weights), k, 0);
     let mut out = vec![f32::NAN; x.len() / k * n];
     reference::linear(Rows::dense(x, k), &w, bias, RowsMut::dense(&mut out, n));
     out
@@ -145,7 +146,7 @@ fn linear_is_the_reference() {
         for dtype in DTYPES {
             let case = case(&mut random, dtype, m, n, k);
             for isa in Isa::all() {
-                let rounds = isa.rounds_activations() && dtype == WeightDtype::Bf16;
+                let rounds = isa.rounds_activations() && dtype == StorageDtype::Bf16;
                 let seen = |x: &f32| if rounds { bf16::from_f32(*x).to_f32() } else { *x };
                 let x: Vec<f32> = case.x.iter().map(seen).collect();
                 let out = product(&Cpu::with_isa(2, isa), &case.x, &case.matrix, case.bias.as_deref());
@@ -227,7 +228,7 @@ fn the_tree_of_shards_over_k_is_the_whole_matrix() {
 #[test]
 fn strides_leave_the_other_columns_alone() {
     let mut random = Random::new(9);
-    let case = case(&mut random, WeightDtype::Bf16, 21, 40, 60);
+    let case = case(&mut random, StorageDtype::Bf16, 21, 40, 60);
     let cpu = Cpu::new(2);
     let expected = product(&cpu, &case.x, &case.matrix, None);
     let wide: Vec<f32> = case.x.chunks(60).flat_map(|row| [row, &[f32::NAN; 9]].concat()).collect();
@@ -244,7 +245,7 @@ fn rounded_activations_are_packed_as_pairs() {
     for seed in 0..30 {
         let mut random = Random::new(seed);
         let (m, n, k) = (random.between(1, 30), random.between(1, 90), random.between(1, 90));
-        let case = case(&mut random, WeightDtype::Bf16, m, n, k);
+        let case = case(&mut random, StorageDtype::Bf16, m, n, k);
         let expected: Vec<f32> = (0..m * n).map(|i| case.expected_of(true, i / n, i % n)).collect();
         for isa in Isa::all() {
             let mut out = vec![f32::NAN; m * n];
@@ -265,7 +266,7 @@ fn avx512_bf16_is_its_emulation() {
     for seed in 300..340 {
         let mut random = Random::new(seed);
         let (m, n, k) = (random.between(1, 80), random.between(1, 200), random.between(1, 600));
-        let case = case(&mut random, WeightDtype::Bf16, m, n, k);
+        let case = case(&mut random, StorageDtype::Bf16, m, n, k);
         let out = |isa: Isa| bits(&product(&Cpu::with_isa(2, isa), &case.x, &case.matrix, case.bias.as_deref()));
         for emulated in Isa::all().into_iter().filter(|isa| isa.name() == "avx512_bf16_emulated") {
             assert_eq!(out(emulated), out(real), "seed {seed}, {m} x {n} x {k}");

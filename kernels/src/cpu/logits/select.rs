@@ -42,7 +42,7 @@ impl Bins {
     }
 }
 
-/// What a [`histogram`] adds for each token.
+/// The value that a [`histogram`] adds for each token.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum Measure {
     Count,

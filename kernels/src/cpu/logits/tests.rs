@@ -49,13 +49,13 @@ fn scalar() -> Isa {
 }
 
 /// Bounds that keep all tokens, the tokens up to one among equals, only the highest, and none.
-fn bounds(row: &[f32]) -> Vec<Bound> {
+fn bounds(row: &[f32]) -> Vec<LogitBound> {
     let max = row.iter().copied().fold(f32::NEG_INFINITY, f32::max);
     let last = |logit: f32, nth: usize| {
         let ids: Vec<usize> = (0..row.len()).filter(|&i| row[i] == logit).collect();
-        Bound { logit, id: ids.get(nth).map_or(u32::MAX, |&id| id as u32) }
+        LogitBound { logit, id: ids.get(nth).map_or(u32::MAX, |&id| id as u32) }
     };
-    vec![Bound::NONE, last(0.5, 0), last(-3.0, 2), last(1.0, 40), last(max, 0), last(max.next_up(), 0)]
+    vec![LogitBound::NONE, last(0.5, 0), last(-3.0, 2), last(1.0, 40), last(max, 0), last(max.next_up(), 0)]
 }
 
 #[test]
@@ -110,7 +110,7 @@ fn sums_of_kept_tokens_are_close_to_float64_and_the_same_bits_on_every_instructi
     for row in rows() {
         for scale in [1.0, 0.25, 3.0] {
             let summary = Summary::new(Isa::detect(), &row, scale);
-            let total = sum_exp(Isa::detect(), &summary.row(&row), scale, Bound::NONE, &mut sums);
+            let total = sum_exp(Isa::detect(), &summary.row(&row), scale, LogitBound::NONE, &mut sums);
             assert_eq!((total, &sums), (summary.total, &summary.sums), "without a bound");
             for bound in bounds(&row) {
                 let kept = |(i, &x): (usize, &f32)| bound.keeps(x, i as u32).then_some(x);

@@ -8,8 +8,8 @@ use super::super::lanes::{LANES, Lanes};
 use super::super::pool::ThreadPool;
 use super::super::rows::SharedSlice;
 use super::super::storage::Plain;
-use super::{PANEL, PackLanes, PackedMatrix, Source, WeightDtype, WeightElement, WeightRows, round_bf16};
-use crate::weights::{ReadRows, WriteElements};
+use super::{PANEL, PackLanes, PackedMatrix, Source, StorageDtype, TensorView, WeightElement, round_bf16};
+use crate::weights::{FillRows, ReadRows, WriteElements};
 use half::{bf16, f16};
 use std::ops::Range;
 
@@ -19,10 +19,6 @@ const TILE_BYTES: usize = 256 << 10;
 
 /// The most panels that one task writes. For short rows more would gain nothing and leave threads without work.
 const MOST_PANELS: usize = 4;
-
-/// Computes the values of a range of whole rows into a row-major slice, whose content is unspecified before. It is
-/// called from several threads.
-pub type Fill<'a> = dyn Fn(Range<usize>, &mut [f32]) + Sync + 'a;
 
 /// An element type of a panel, made from `S`. A cache line of a panel holds some neighbours of a row for each of 16
 /// rows.
@@ -110,9 +106,9 @@ where
     let Source { width, first_column, .. } = from;
     assert!(first_column + k <= width, "{k} columns from {first_column} on of {width}");
     match from.rows {
-        WeightRows::Bf16(values) => pack_as::<GROUP, D, _>(panels, rows, k, &values[first_column..], width),
-        WeightRows::F16(values) => pack_as::<GROUP, D, _>(panels, rows, k, &values[first_column..], width),
-        WeightRows::F32(values) => pack_as::<GROUP, D, _>(panels, rows, k, &values[first_column..], width),
+        TensorView::Bf16(values) => pack_as::<GROUP, D, _>(panels, rows, k, &values[first_column..], width),
+        TensorView::F16(values) => pack_as::<GROUP, D, _>(panels, rows, k, &values[first_column..], width),
+        TensorView::F32(values) => pack_as::<GROUP, D, _>(panels, rows, k, &values[first_column..], width),
     }
 }
 
@@ -145,10 +141,10 @@ impl PackedMatrix {
     ///
     /// # Panics
     /// If `rows` pass the end of the matrix.
-    pub fn fill_rows(&mut self, pool: &ThreadPool, rows: Range<usize>, fill: &Fill<'_>) {
+    pub fn fill_rows(&mut self, pool: &ThreadPool, rows: Range<usize>, fill: &FillRows<'_>) {
         match self.dtype {
-            WeightDtype::Bf16 => self.fill_as::<2, bf16>(pool, rows, fill),
-            WeightDtype::F32 => self.fill_as::<1, f32>(pool, rows, fill),
+            StorageDtype::Bf16 => self.fill_as::<2, bf16>(pool, rows, fill),
+            StorageDtype::F32 => self.fill_as::<1, f32>(pool, rows, fill),
         }
     }
 
@@ -156,7 +152,7 @@ impl PackedMatrix {
         &mut self,
         pool: &ThreadPool,
         rows: Range<usize>,
-        fill: &Fill<'_>,
+        fill: &FillRows<'_>,
     ) {
         let k = self.k;
         let at_once = (TILE_BYTES / (4 * PANEL * k)).clamp(1, MOST_PANELS);
@@ -174,8 +170,8 @@ impl PackedMatrix {
     /// If `rows` pass the end of the matrix, or `read` gives another number of values than it was asked for.
     pub fn store_rows(&mut self, pool: &ThreadPool, rows: Range<usize>, read: &ReadRows<'_>) {
         match self.dtype {
-            WeightDtype::Bf16 => self.store_as::<2, bf16>(pool, rows, read),
-            WeightDtype::F32 => self.store_as::<1, f32>(pool, rows, read),
+            StorageDtype::Bf16 => self.store_as::<2, bf16>(pool, rows, read),
+            StorageDtype::F32 => self.store_as::<1, f32>(pool, rows, read),
         }
     }
 
@@ -199,8 +195,8 @@ impl PackedMatrix {
     /// If `rows` pass the end of the matrix, or `write` names an element outside the rows that it was asked for.
     pub fn write_elements(&mut self, pool: &ThreadPool, rows: Range<usize>, write: &WriteElements<'_>) {
         match self.dtype {
-            WeightDtype::Bf16 => self.write_elements_as::<2, bf16>(pool, rows, write),
-            WeightDtype::F32 => self.write_elements_as::<1, f32>(pool, rows, write),
+            StorageDtype::Bf16 => self.write_elements_as::<2, bf16>(pool, rows, write),
+            StorageDtype::F32 => self.write_elements_as::<1, f32>(pool, rows, write),
         }
     }
 

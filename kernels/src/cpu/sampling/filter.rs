@@ -8,7 +8,7 @@
 use std::cmp::Ordering;
 
 use super::super::isa::Isa;
-use super::super::logits::{self, BINS, Bins, Bound, Candidate, Measure, Row, VOCAB_BLOCK};
+use super::super::logits::{self, BINS, Bins, Candidate, LogitBound, Measure, Row, VOCAB_BLOCK};
 use crate::sampling::SamplingTask;
 
 /// The number of block maxima that determine the floor of the tokens that are tried first.
@@ -39,8 +39,8 @@ pub fn bound(
     total: Option<f64>,
     sums: &mut Vec<f32>,
     selection: &mut Selection,
-) -> Bound {
-    let mut bound = Bound::NONE;
+) -> LogitBound {
+    let mut bound = LogitBound::NONE;
     if task.min_p > 0.0 {
         bound.logit = (f64::from(row.max) + task.min_p_depth()) as f32;
     }
@@ -53,7 +53,7 @@ pub fn bound(
     }
     if task.top_p < 1.0 {
         let total = match total {
-            Some(total) if bound == Bound::NONE => total,
+            Some(total) if bound == LogitBound::NONE => total,
             _ => logits::sum_exp(isa, row, scale, bound, sums),
         };
         let target = f64::from(task.top_p) * total;
@@ -87,7 +87,7 @@ pub fn above(row: &Row, logit: f32) -> u32 {
 }
 
 /// Number of tokens of a row that `bound` keeps and that have a logit above `-inf`.
-pub fn kept(row: &Row, bound: Bound) -> u32 {
+pub fn kept(row: &Row, bound: LogitBound) -> u32 {
     let is_kept = |(id, &x): (u32, &f32)| x > f32::NEG_INFINITY && bound.keeps(x, id);
     (0..).zip(row.logits).filter(|token| is_kept(*token)).count() as u32
 }
@@ -110,7 +110,7 @@ fn prefix(
     floor: f32,
     bins: Bins,
     candidates: &mut Vec<Candidate>,
-) -> Bound {
+) -> LogitBound {
     let scale = match measure {
         Measure::Count => 1.0,
         Measure::Mass(scale) => scale,
@@ -129,7 +129,7 @@ fn prefix(
     if candidates.is_empty() {
         // Every bin was added and the target was not reached: it is within rounding of the total, so nothing is left
         // out.
-        return Bound::NONE;
+        return LogitBound::NONE;
     }
     shortest_prefix(candidates, measure, target - above)
 }
@@ -144,7 +144,7 @@ fn sum(measure: Measure, candidates: &[Candidate]) -> f64 {
 /// The last of the fewest candidates, in the order of [`descending`], whose measure reaches `target`; the last of all
 /// candidates if none do. It bisects by selection, in time linear in the number of candidates, of which there must be
 /// at least one.
-fn shortest_prefix(candidates: &mut [Candidate], measure: Measure, target: f64) -> Bound {
+fn shortest_prefix(candidates: &mut [Candidate], measure: Measure, target: f64) -> LogitBound {
     const SORTED: usize = 64; // below this number a sort is cheaper than further selections
     let (mut low, mut high, mut reached) = (0, candidates.len(), 0.0);
     while high - low > SORTED {
@@ -163,5 +163,5 @@ fn shortest_prefix(candidates: &mut [Candidate], measure: Measure, target: f64) 
         reached >= target
     };
     let last = candidates[low..high].iter().find(reaches).unwrap_or(&candidates[high - 1]);
-    Bound { logit: last.logit, id: last.id }
+    LogitBound { logit: last.logit, id: last.id }
 }

@@ -11,12 +11,12 @@ use std::cell::RefCell;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 
 use super::isa::Isa;
-use super::logits::{self, Bound, Row, VOCAB_BLOCK};
+use super::logits::{self, LogitBound, Row, VOCAB_BLOCK};
 use super::pool::ThreadPool;
 use crate::sampling::{Distribution, SampledTokens, SamplingTask, TokenLogprobs, uniform};
 
 /// A row of logits and what is asked of it.
-pub(crate) type Question<'a> = (&'a [f32], &'a [SamplingTask<'a>]);
+pub(crate) type LogitsTasks<'a> = (&'a [f32], &'a [SamplingTask<'a>]);
 
 /// The sampler of each thread of a pool.
 pub(crate) struct Samplers {
@@ -30,7 +30,7 @@ impl Samplers {
     }
 
     /// Answers the questions in their order.
-    pub fn answer(&self, pool: &ThreadPool, questions: &[Question<'_>]) -> SampledTokens {
+    pub fn answer(&self, pool: &ThreadPool, questions: &[LogitsTasks<'_>]) -> SampledTokens {
         let threads = pool.threads();
         let mut samplers = self.threads.borrow_mut();
         samplers.resize_with(threads, || Sampler::new(self.isa));
@@ -128,7 +128,7 @@ fn answer_row(logits: &[f32], tasks: &[SamplingTask<'_>], scratch: &mut SamplerS
 }
 
 fn answer_task(raw: &Raw, task: &SamplingTask<'_>, work: &mut TaskScratch) -> TokenLogprobs {
-    let Choice { token, processed, ranking } = choose(raw, task, work);
+    let ChosenToken { token, processed, ranking } = choose(raw, task, work);
     let Ranking { top, rank } = ranking.unwrap_or_else(|| raw.ranking(token, task, &mut work.selection));
     TokenLogprobs { token, raw: raw.logprob(token), processed, top, rank }
 }
@@ -149,8 +149,8 @@ impl Raw<'_> {
     }
 }
 
-/// What a task is answered with, before the raw log-probability.
-struct Choice {
+/// The answer to a task, before its raw log-probability is known.
+struct ChosenToken {
     token: u32,
     processed: f32,
     /// Of the processed distribution, if the task asks for that.
@@ -175,7 +175,7 @@ pub(crate) fn logprob(x: f32, max: f32, temperature: f32, total: f64) -> f32 {
 }
 
 /// The task's token, its processed log-probability, and its ranking in the processed distribution.
-fn choose(raw: &Raw, task: &SamplingTask<'_>, work: &mut TaskScratch) -> Choice {
+fn choose(raw: &Raw, task: &SamplingTask<'_>, work: &mut TaskScratch) -> ChosenToken {
     let isa = raw.isa;
     let TaskScratch { edited, maxima, sums, counts, selection } = work;
     let scale = task.scale();
@@ -191,7 +191,7 @@ fn choose(raw: &Raw, task: &SamplingTask<'_>, work: &mut TaskScratch) -> Choice 
         return greedy(argmax(row, task), task, broken);
     }
     let filtered = task.filters(row.logits.len());
-    let bound = if filtered { filter::bound(isa, &row, task, scale, total, sums, selection) } else { Bound::NONE };
+    let bound = if filtered { filter::bound(isa, &row, task, scale, total, sums, selection) } else { LogitBound::NONE };
     let (sums, total) = match total {
         Some(total) if !filtered => (if is_edited { sums } else { raw.sums }, total),
         _ => {
@@ -222,17 +222,17 @@ fn choose(raw: &Raw, task: &SamplingTask<'_>, work: &mut TaskScratch) -> Choice 
         };
         Ranking { top, rank: 1 + above }
     });
-    Choice { token, processed: logprob(token), ranking }
+    ChosenToken { token, processed: logprob(token), ranking }
 }
 
 /// The answer where `choice` is the one token of the processed distribution. In a `broken` row no log-probability is a
 /// number.
-fn greedy(choice: u32, task: &SamplingTask<'_>, broken: bool) -> Choice {
+fn greedy(choice: u32, task: &SamplingTask<'_>, broken: bool) -> ChosenToken {
     let token = task.target.unwrap_or(choice);
     let processed = certain_logprob(token == choice, broken);
     let top = || vec![(choice, certain_logprob(true, broken))];
     let ranking = || Ranking { top: top(), rank: 1 + u32::from(token != choice) };
-    Choice { token, processed, ranking: asks_for_processed(task).then(ranking) }
+    ChosenToken { token, processed, ranking: asks_for_processed(task).then(ranking) }
 }
 
 /// The processed log-probability where one token is certain, of that one or of another.

@@ -329,7 +329,7 @@ fn filters_end_at_the_token_at_which_a_sort_ends() {
                 let mass = |n: usize| sorted[..n].iter().map(|c| f64::from(c.weight)).sum::<f64>();
                 let count = sorted.partition_point(|c| found.keeps(c.logit, c.id));
                 if top_p == 1.0 {
-                    assert!(count == kept || found == Bound::NONE, "{name}: {count} kept");
+                    assert!(count == kept || found == LogitBound::NONE, "{name}: {count} kept");
                     continue;
                 }
                 let (target, rounding) = (f64::from(top_p) * mass(kept), 1e-6 * mass(kept));

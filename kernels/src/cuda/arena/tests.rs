@@ -1,4 +1,4 @@
-//! What lies in an arena keeps its address and its bytes, and all arenas together keep to what they may take.
+//! Allocations of an arena keep their addresses and bytes, and all arenas together stay within their quota.
 
 use super::super::context::Context;
 use super::super::kv::CudaKv;
@@ -6,12 +6,13 @@ use super::super::matrix::CudaMatrix;
 use super::*;
 use crate::backend::storage::{KvCacheImpl, MatrixImpl};
 use crate::cpu::testing::Random;
-use crate::kv_layout::{KvDtype, KvLayout};
-use crate::weights::{MatrixShape, WeightDtype};
+use crate::kv_layout::KvLayout;
+use crate::values::StorageDtype;
+use crate::weights::MatrixShape;
 
 /// An allocation, what was written to it, and whether it has memory.
 struct Held {
-    memory: Allocation,
+    memory: ArenaAllocation,
     pointer: u64,
     values: Vec<u32>,
     has_memory: bool,
@@ -91,8 +92,8 @@ fn what_sleeps_wakes_at_its_address_with_its_bytes() {
 #[test]
 fn matrices_and_caches_keep_their_addresses() {
     let context = Arc::new(Context::open(0).unwrap());
-    let shape = MatrixShape { dtype: WeightDtype::Bf16, n: 300, k: 256, leaves: 2 };
-    let layout = KvLayout { blocks: 40, block_size: 16, kv_heads: 2, head_dim: 64, dtype: KvDtype::Bf16 };
+    let shape = MatrixShape { dtype: StorageDtype::Bf16, n: 300, k: 256, leaves: 2 };
+    let layout = KvLayout { blocks: 40, block_size: 16, kv_heads: 2, head_dim: 64, dtype: StorageDtype::Bf16 };
     let mut matrices: Vec<_> = (0..5).map(|_| CudaMatrix::zeros(&context, shape).unwrap()).collect();
     let mut caches: Vec<_> = (0..3).map(|_| CudaKv::new(&context, layout).unwrap()).collect();
     let addresses = |matrices: &[CudaMatrix], caches: &[CudaKv]| {
@@ -119,7 +120,7 @@ fn matrices_and_caches_keep_their_addresses() {
 fn what_the_host_has_no_room_for_stays() {
     let context = Context::open(0).unwrap();
     let held: Vec<_> = (0..5).map(|seed| Held::new(&context, &mut Random::new(seed))).collect();
-    let bytes: u64 = context.weights.lock().ranges(Place::Device).iter().map(|range| range.len() as u64).sum();
+    let bytes: u64 = context.weights.lock().ranges(Residence::Device).iter().map(|range| range.len() as u64).sum();
     let mapped = context.mapped_bytes();
     for most in [0, bytes - 1] {
         let refused = context.weights.offload(most).unwrap_err();

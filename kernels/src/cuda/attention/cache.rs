@@ -11,8 +11,9 @@ use crate::cuda::kv::CudaKv;
 use crate::cuda::launch::{Launch, grid, rows_grid};
 use crate::cuda::module::{Module, fat_binary};
 use crate::cuda::staging::Staging;
-use crate::cuda::tensor::Rows;
-use crate::kv_layout::{BlockCopy, KvDtype, KvLayout};
+use crate::cuda::tensor::TensorRows;
+use crate::kv_layout::{BlockCopy, KvLayout};
+use crate::values::StorageDtype;
 
 /// Bytes that a thread copies at once.
 const CHUNK_BYTES: usize = 16;
@@ -38,12 +39,12 @@ impl CacheWrites {
     }
 
     /// `slots` is the address of the slot of each row.
-    pub fn write(&self, k: Rows, v: Rows, slots: u64, cache: &CudaKv) -> Result<()> {
+    pub fn write(&self, k: TensorRows, v: TensorRows, slots: u64, cache: &CudaKv) -> Result<()> {
         let KvLayout { block_size, kv_heads, head_dim, dtype, .. } = cache.layout;
         assert_eq!((k.rows, k.width, v.width), (v.rows, kv_heads * head_dim, k.width), "{k:?} and {v:?} of a cache");
         let function = match dtype {
-            KvDtype::Bf16 => &self.write_bf16,
-            KvDtype::F32 => &self.write_f32,
+            StorageDtype::Bf16 => &self.write_bf16,
+            StorageDtype::F32 => &self.write_f32,
         };
         let mut launch = Launch::of(&self.context.stream, function);
         launch.rows(k).rows(v).pointer(slots).pointer(cache.keys()).pointer(cache.values());
@@ -81,7 +82,7 @@ impl CacheWrites {
         let keys = blocks * cache.layout.bytes_per_block() / 2;
         let mut launch = Launch::of(&self.context.stream, &self.copy);
         launch.pointer(cache.keys()).pointer(copies).int(kv_heads).int(block_size);
-        launch.int(head_dim * dtype.bytes() / CHUNK_BYTES).long(keys / CHUNK_BYTES);
+        launch.int(head_dim * dtype.size() / CHUNK_BYTES).long(keys / CHUNK_BYTES);
         let [count, heads] = [count, kv_heads].map(|n| u32::try_from(n).expect("blocks of a cache"));
         // SAFETY: the blocks were checked, and the values lie behind the keys.
         unsafe { launch.start(grid((count, heads, 2), COPY_THREADS, 0)) }

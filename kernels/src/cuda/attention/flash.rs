@@ -1,5 +1,6 @@
-//! candle-flash-attn in the place of our own kernels, for the sequences of a step that have several rows. What it gives
-//! of a row depends on which rows of the sequence are in the same step, so a row's bits are no longer its own.
+//! candle-flash-attn instead of our own kernels, for the sequences of a step that have several rows. Its result for a
+//! row depends on the other rows of the sequence in the same step, so a row's bits no longer depend on its own inputs
+//! alone.
 
 mod library;
 pub(in crate::cuda) mod plan;
@@ -18,14 +19,15 @@ use crate::cuda::context::Context;
 use crate::cuda::kv::CudaKv;
 use crate::cuda::launch::{Launch, rows_grid};
 use crate::cuda::module::{Module, fat_binary};
-use crate::cuda::scratch::Scratch;
+use crate::cuda::scratch::DeviceScratch;
 use crate::cuda::staging::Staging;
 use crate::cuda::step::CudaStep;
-use crate::cuda::tensor::Rows;
+use crate::cuda::tensor::TensorRows;
 use crate::error::DeviceError;
-use crate::kv_layout::{KvDtype, KvLayout};
+use crate::kv_layout::KvLayout;
 use crate::step::{AttentionSequence, AttentionShape, StepInput};
-use library::Call;
+use crate::values::StorageDtype;
+use library::FlashCall;
 use plan::FlashPlan;
 
 /// Positions that it reads at once, all of one block of the cache.
@@ -42,7 +44,7 @@ pub(in crate::cuda) const IS_BUILT_IN: bool = cfg!(feature = "flash-attn");
 /// [`DeviceError::Unsupported`] naming what it cannot take.
 pub(in crate::cuda) fn check(context: &Arc<Context>, model: &ModelShape) -> std::result::Result<(), DeviceError> {
     let ModelShape { block_size, kv, .. } = *model;
-    if kv != KvDtype::Bf16 {
+    if kv != StorageDtype::Bf16 {
         return Err(DeviceError::Unsupported("--attention flash: keys and values must be bfloat16 (--dtype)".into()));
     }
     if !block_size.is_multiple_of(UNIT) {
@@ -60,15 +62,15 @@ pub(super) struct Flash {
     context: Arc<Context>,
     narrow: CudaFunction,
     widen: CudaFunction,
-    /// Logarithms of the sums of each row and head, which nobody reads.
-    sums: Scratch,
+    /// Logarithms of the sums of each row and head, which are never read.
+    sums: DeviceScratch,
 }
 
 impl Flash {
     pub fn load(context: &Arc<Context>) -> Result<Self> {
         let module = Module::load(context.stream.context(), fat_binary!("flash"))?;
         let (narrow, widen) = (module.function("narrow_queries")?, module.function("widen_results")?);
-        Ok(Self { context: context.clone(), narrow, widen, sums: Scratch::new(context) })
+        Ok(Self { context: context.clone(), narrow, widen, sums: DeviceScratch::new(context) })
     }
 
     /// Attention of the rows of a plan. Rows between those of its sequences get zeros.
@@ -78,17 +80,17 @@ impl Flash {
     pub fn attend(
         &self,
         plan: &FlashPlan,
-        q: Rows,
+        q: TensorRows,
         shape: &AttentionShape,
         step: &CudaStep,
         cache: &CudaKv,
-        out: Rows,
+        out: TensorRows,
     ) -> Result<()> {
         let KvLayout { kv_heads, head_dim, block_size, .. } = cache.layout;
         plan.check(&cache.layout, q.rows);
         assert!(shape.heads.is_multiple_of(kv_heads), "{} heads share {kv_heads} KV heads", shape.heads);
         assert_eq!((q.rows, q.width, out.width), (out.rows, shape.heads * head_dim, q.width), "{q:?} and {out:?}");
-        let [q, out] = [q, out].map(|rows| Rows { rows: plan.rows, ..rows });
+        let [q, out] = [q, out].map(|rows| TensorRows { rows: plan.rows, ..rows });
         let sums = self.sums.take(plan.rows * shape.heads * size_of::<f32>())?;
         let mut launch = Launch::of(&self.context.stream, &self.narrow);
         launch.rows(out).rows(q).int(q.width);
@@ -97,7 +99,7 @@ impl Flash {
         let words = |at: usize| (step.word(plan.first_word + at)) as *const i32;
         let size = |value: usize| u32::try_from(value).expect("sizes of a step fit into 32 bits");
         let window = shape.sliding_window.filter(|window| *window <= plan.most_positions);
-        let call = Call {
+        let call = FlashCall {
             q: out.pointer,
             k: cache.keys(),
             v: cache.values(),
@@ -136,7 +138,7 @@ impl Flash {
     /// If the rows are not the mean of the values that they see.
     pub fn try_out(&self, model: &ModelShape) -> Result<()> {
         let ModelShape { head_dim, block_size, .. } = *model;
-        let layout = KvLayout { blocks: 1, block_size, kv_heads: 1, head_dim, dtype: KvDtype::Bf16 };
+        let layout = KvLayout { blocks: 1, block_size, kv_heads: 1, head_dim, dtype: StorageDtype::Bf16 };
         let cache = CudaKv::new(&self.context, layout)?;
         let value = |i: usize| if i < head_dim { 1.0 } else { 3.0 };
         let values: Vec<bf16> = (0..2 * head_dim).map(|i| bf16::from_f32(value(i))).collect();
@@ -155,8 +157,8 @@ impl Flash {
             CudaStep::upload(&self.context, &Staging::new(&self.context.stream), &input, AttentionKernel::Flash)?;
         let memory = self.context.scratch.allocate(4 * head_dim * size_of::<f32>())?;
         self.context.copies.zero(memory.pointer, 4 * head_dim * size_of::<f32>())?;
-        let q = Rows { pointer: memory.pointer, rows: 2, width: head_dim, stride: head_dim };
-        let out = Rows { pointer: q.pointer + (2 * head_dim * size_of::<f32>()) as u64, ..q };
+        let q = TensorRows { pointer: memory.pointer, rows: 2, width: head_dim, stride: head_dim };
+        let out = TensorRows { pointer: q.pointer + (2 * head_dim * size_of::<f32>()) as u64, ..q };
         let plan = step.flash.as_ref().expect("the sequence has two rows");
         self.attend(plan, q, &AttentionShape { heads: 1, scale: 1.0, sliding_window: None }, &step, &cache, out)?;
         let mut rows = vec![0.0_f32; 2 * head_dim];

@@ -21,22 +21,23 @@ use super::context::Context;
 use super::kv::CudaKv;
 use super::launch::{Launch, grid};
 use super::module::{Module, fat_binary};
-use super::scratch::Scratch;
+use super::scratch::DeviceScratch;
 use super::staging::Staging;
 use super::step::CudaStep;
-use super::tensor::Rows;
+use super::tensor::TensorRows;
 use crate::backend::device::AttentionKernel;
-use crate::kv_layout::{BlockCopy, KvDtype, KvLayout};
+use crate::kv_layout::{BlockCopy, KvLayout};
 use crate::step::AttentionShape;
+use crate::values::StorageDtype;
 use cache::CacheWrites;
 use flash::Flash;
-use plan::{TILES, Tile, Way};
+use plan::{AttentionTile, CallPlan, TILES};
 
 /// Threads of a block of `fold_spans`.
 const FOLD_THREADS: u32 = 64;
 
 /// The kernels of attention, and the partial results that they reuse.
-pub(super) struct Attention {
+pub(super) struct PagedAttention {
     context: Arc<Context>,
     cache: CacheWrites,
     /// Those of [`TILES`].
@@ -44,15 +45,15 @@ pub(super) struct Attention {
     fold: CudaFunction,
     flash: Option<Flash>,
     /// Weighted values, then softmaxes, of spans.
-    partials: Scratch,
+    partials: DeviceScratch,
 }
 
-impl Attention {
+impl PagedAttention {
     pub fn load(context: &Arc<Context>, kernel: AttentionKernel) -> Result<Self> {
         let load = |binary| Module::load(context.stream.context(), binary);
         let (of_bf16, of_f32) = (load(fat_binary!("attention_bf16"))?, load(fat_binary!("attention_f32"))?);
-        let tile = |tile: &Tile| {
-            let module = if tile.dtype == KvDtype::Bf16 { &of_bf16 } else { &of_f32 };
+        let tile = |tile: &AttentionTile| {
+            let module = if tile.dtype == StorageDtype::Bf16 { &of_bf16 } else { &of_f32 };
             let function = module.function(tile.kernel)?;
             let shared = sys::CUfunction_attribute_enum::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES;
             function.set_attribute(shared, tile.shared as i32).w()?;
@@ -64,7 +65,7 @@ impl Attention {
             tiles: TILES.iter().map(tile).collect::<Result<_>>()?,
             fold: load(fat_binary!("attention"))?.function("fold_spans")?,
             flash: (kernel == AttentionKernel::Flash).then(|| Flash::load(context)).transpose()?,
-            partials: Scratch::new(context),
+            partials: DeviceScratch::new(context),
         })
     }
 
@@ -74,7 +75,7 @@ impl Attention {
     }
 
     /// `slots` is the address of the slot of each row.
-    pub fn write_kv(&self, k: Rows, v: Rows, slots: u64, cache: &CudaKv) -> Result<()> {
+    pub fn write_kv(&self, k: TensorRows, v: TensorRows, slots: u64, cache: &CudaKv) -> Result<()> {
         self.cache.write(k, v, slots, cache)
     }
 
@@ -87,7 +88,14 @@ impl Attention {
     ///
     /// # Panics
     /// If shapes do not agree, or a block table is too short or names a block outside the cache.
-    pub fn attend(&self, q: Rows, shape: &AttentionShape, step: &CudaStep, cache: &CudaKv, out: Rows) -> Result<()> {
+    pub fn attend(
+        &self,
+        q: TensorRows,
+        shape: &AttentionShape,
+        step: &CudaStep,
+        cache: &CudaKv,
+        out: TensorRows,
+    ) -> Result<()> {
         if let Some(plan) = &step.flash {
             let flash = self.flash.as_ref().expect("steps are made for what was loaded");
             // What it writes between the rows of its sequences is overwritten by ours.
@@ -99,12 +107,12 @@ impl Attention {
 
     fn attend_by(
         &self,
-        way: Way,
-        q: Rows,
+        way: CallPlan,
+        q: TensorRows,
         shape: &AttentionShape,
         step: &CudaStep,
         cache: &CudaKv,
-        out: Rows,
+        out: TensorRows,
     ) -> Result<()> {
         let (plan, layout) = (&step.plan, &cache.layout);
         let KvLayout { kv_heads, head_dim, .. } = *layout;

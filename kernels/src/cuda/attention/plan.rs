@@ -1,7 +1,8 @@
 //! How the attention of a step is cut into blocks. No choice changes a bit of the result.
 
-use crate::kv_layout::{KvDtype, KvLayout};
+use crate::kv_layout::KvLayout;
 use crate::step::{AttentionSequence, AttentionShape};
+use crate::values::StorageDtype;
 
 /// Positions that are folded as one. `SPAN` in `cu/attention.cuh`.
 const SPAN: usize = 256;
@@ -14,10 +15,10 @@ pub(in crate::cuda) const MAX_PARTIAL_BYTES: usize = 64 << 20;
 /// So many blocks for each multiprocessor keep it busy.
 const BUSY_BLOCKS: usize = 4;
 
-/// What the host knows of the work of a step; the kernels read the rest from the words that it has written.
+/// The host's view of a step's attention; the kernels read the rest from the words that it has written.
 #[derive(Default)]
-pub(in crate::cuda) struct AttentionPlan {
-    sequences: Vec<Extent>,
+pub(in crate::cuda) struct CudaAttentionPlan {
+    sequences: Vec<SequenceExtent>,
     /// Sequences without rows behind them.
     empty: usize,
     /// Of all sequences, and one for each empty one.
@@ -34,7 +35,7 @@ pub(in crate::cuda) struct AttentionPlan {
     last_block: u32,
 }
 
-struct Extent {
+struct SequenceExtent {
     /// Positions up to the last row's own.
     len: usize,
     /// Blocks in its table.
@@ -43,9 +44,9 @@ struct Extent {
 
 /// A kernel for some head dimensions.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) struct Tile {
+pub(super) struct AttentionTile {
     pub kernel: &'static str,
-    pub dtype: KvDtype,
+    pub dtype: StorageDtype,
     /// The largest head dimension.
     pub head_dim: usize,
     /// Queries of a block.
@@ -55,22 +56,29 @@ pub(super) struct Tile {
     pub shared: u32,
 }
 
-const fn bf16(kernel: &'static str, head_dim: usize, warps: usize, stages: usize) -> Tile {
+const fn bf16(kernel: &'static str, head_dim: usize, warps: usize, stages: usize) -> AttentionTile {
     let units = stages * 2 * UNIT * (head_dim + 8) * size_of::<half::bf16>();
     // The values that are folded are of 16 queries a warp.
     let (queries, shared) = (16 * warps, units + 16 * warps * head_dim * size_of::<f32>());
-    Tile { kernel, dtype: KvDtype::Bf16, head_dim, queries, threads: 32 * warps as u32, shared: shared as u32 }
+    AttentionTile {
+        kernel,
+        dtype: StorageDtype::Bf16,
+        head_dim,
+        queries,
+        threads: 32 * warps as u32,
+        shared: shared as u32,
+    }
 }
 
-const fn f32(kernel: &'static str, head_dim: usize) -> Tile {
+const fn f32(kernel: &'static str, head_dim: usize) -> AttentionTile {
     let queries = 16;
     let shared = (queries + 2 * UNIT) * (head_dim + 4) * size_of::<f32>();
-    Tile { kernel, dtype: KvDtype::F32, head_dim, queries, threads: 128, shared: shared as u32 }
+    AttentionTile { kernel, dtype: StorageDtype::F32, head_dim, queries, threads: 128, shared: shared as u32 }
 }
 
 /// The kernels of `cu/attention_bf16.cu` and `cu/attention_f32.cu`; those for more queries behind those for few: they
 /// share what is read.
-pub(super) const TILES: [Tile; 9] = [
+pub(super) const TILES: [AttentionTile; 9] = [
     bf16("attention_bf16_32_x1", 32, 1, 3),
     bf16("attention_bf16_64_x1", 64, 1, 3),
     bf16("attention_bf16_128_x1", 128, 1, 3),
@@ -84,14 +92,14 @@ pub(super) const TILES: [Tile; 9] = [
 
 /// How one call is computed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) struct Way {
+pub(super) struct CallPlan {
     /// Which of [`TILES`].
     pub tile: usize,
     /// Blocks that share the spans of the same queries, whose results another kernel folds; 1 if one block has all.
     pub spans: usize,
 }
 
-impl AttentionPlan {
+impl CudaAttentionPlan {
     /// Appends sequences and block tables to the words of a step.
     ///
     /// # Panics
@@ -100,8 +108,8 @@ impl AttentionPlan {
         Self::with_empty(sequences, 0, words)
     }
 
-    /// As [`AttentionPlan::write`], for sequences of one row, with so many empty ones behind them that there are
-    /// `rows`. The kernels are started alike for all steps of as many rows and [`AttentionPlan::spans`].
+    /// As [`CudaAttentionPlan::write`], for sequences of one row, with so many empty ones behind them that there are
+    /// `rows`. The kernels are started alike for all steps of as many rows and [`CudaAttentionPlan::spans`].
     ///
     /// # Panics
     /// If a sequence has not one row, or there are more than `rows`.
@@ -128,7 +136,7 @@ impl AttentionPlan {
             words.extend([plan.rows, s.first_row, s.rows, s.start_position, table].map(word));
             words.push(partials);
             let len = s.start_position + s.rows;
-            plan.sequences.push(Extent { len, blocks: s.block_table.len() });
+            plan.sequences.push(SequenceExtent { len, blocks: s.block_table.len() });
             plan.rows += s.rows;
             plan.most_rows = plan.most_rows.max(s.rows);
             plan.partials += s.rows * len.div_ceil(SPAN);
@@ -161,18 +169,18 @@ impl AttentionPlan {
     }
 
     /// The fastest way for a device with this many multiprocessors.
-    pub(super) fn way(&self, layout: &KvLayout, shape: &AttentionShape, processors: usize) -> Way {
-        let whole = Way { tile: self.tile(layout, shape), spans: 1 };
+    pub(super) fn way(&self, layout: &KvLayout, shape: &AttentionShape, processors: usize) -> CallPlan {
+        let whole = CallPlan { tile: self.tile(layout, shape), spans: 1 };
         let is_busy = self.blocks(whole.tile, layout, shape) * layout.kv_heads >= BUSY_BLOCKS * processors;
         let fits = self.partials * shape.heads * partial_bytes(layout) <= MAX_PARTIAL_BYTES;
-        if is_busy || !fits { whole } else { Way { spans: self.spans(whole.tile, shape), ..whole } }
+        if is_busy || !fits { whole } else { CallPlan { spans: self.spans(whole.tile, shape), ..whole } }
     }
 
     /// All ways there are.
     #[cfg(test)]
-    pub(super) fn ways(&self, layout: &KvLayout, shape: &AttentionShape) -> Vec<Way> {
+    pub(super) fn ways(&self, layout: &KvLayout, shape: &AttentionShape) -> Vec<CallPlan> {
         let tiles = (0..TILES.len()).filter(|tile| fits(&TILES[*tile], layout));
-        let ways = |tile| [1, self.spans(tile, shape)].map(|spans| Way { tile, spans });
+        let ways = |tile| [1, self.spans(tile, shape)].map(|spans| CallPlan { tile, spans });
         tiles.flat_map(ways).collect()
     }
 
@@ -200,7 +208,7 @@ impl AttentionPlan {
     }
 }
 
-fn fits(tile: &Tile, layout: &KvLayout) -> bool {
+fn fits(tile: &AttentionTile, layout: &KvLayout) -> bool {
     tile.dtype == layout.dtype && tile.head_dim >= layout.head_dim
 }
 

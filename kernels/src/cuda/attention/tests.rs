@@ -2,14 +2,14 @@
 
 use half::bf16;
 
-use super::plan::AttentionPlan;
+use super::plan::CudaAttentionPlan;
 use super::*;
 use crate::cpu::testing::Random;
 use crate::step::{AttentionSequence, StepInput};
 
 const PROCESSORS: usize = 132;
 
-fn layout(dtype: KvDtype, kv_heads: usize, head_dim: usize) -> KvLayout {
+fn layout(dtype: StorageDtype, kv_heads: usize, head_dim: usize) -> KvLayout {
     KvLayout { blocks: 60, block_size: 16, kv_heads, head_dim, dtype }
 }
 
@@ -28,11 +28,11 @@ fn sequences<'a>(parts: &[(usize, usize)], mut blocks: &'a [u32]) -> Vec<Attenti
 /// A cache of normal values.
 pub(super) fn cache(context: &Context, layout: KvLayout, random: &mut Random) -> CudaKv {
     let cache = CudaKv::new(context, layout).unwrap();
-    let values = random.normals(layout.blocks * layout.bytes_per_block() / layout.dtype.bytes(), 1.0);
+    let values = random.normals(layout.blocks * layout.bytes_per_block() / layout.dtype.size(), 1.0);
     let narrow = || values.iter().copied().map(bf16::from_f32).collect::<Vec<_>>();
     match layout.dtype {
-        KvDtype::Bf16 => context.copies.write(cache.keys(), &narrow()).unwrap(),
-        KvDtype::F32 => context.copies.write(cache.keys(), &values).unwrap(),
+        StorageDtype::Bf16 => context.copies.write(cache.keys(), &narrow()).unwrap(),
+        StorageDtype::F32 => context.copies.write(cache.keys(), &values).unwrap(),
     }
     cache
 }
@@ -41,8 +41,12 @@ pub(super) fn cache(context: &Context, layout: KvLayout, random: &mut Random) ->
 fn every_way_gives_the_same_bits() {
     let context = Arc::new(Context::open(0).unwrap());
     let (attention, staging) =
-        (Attention::load(&context, AttentionKernel::Invariant).unwrap(), Staging::new(&context.stream));
-    let layers = [(KvDtype::Bf16, 32, 3, None), (KvDtype::Bf16, 80, 7, Some(100)), (KvDtype::F32, 48, 2, Some(300))];
+        (PagedAttention::load(&context, AttentionKernel::Invariant).unwrap(), Staging::new(&context.stream));
+    let layers = [
+        (StorageDtype::Bf16, 32, 3, None),
+        (StorageDtype::Bf16, 80, 7, Some(100)),
+        (StorageDtype::F32, 48, 2, Some(300)),
+    ];
     for (seed, (dtype, head_dim, group, sliding_window)) in layers.into_iter().enumerate() {
         let mut random = Random::new(seed as u64);
         let layout = layout(dtype, 2, head_dim);
@@ -59,7 +63,7 @@ fn every_way_gives_the_same_bits() {
         let rows_of = |values: &[f32]| {
             let memory = context.scratch.allocate(size_of_val(values)).unwrap();
             context.copies.write(memory.pointer, values).unwrap();
-            (Rows { pointer: memory.pointer, rows, width, stride: width }, memory)
+            (TensorRows { pointer: memory.pointer, rows, width, stride: width }, memory)
         };
         let (q, _q) = rows_of(&random.normals(rows * width, 1.0));
         let run = |way| {
@@ -81,9 +85,9 @@ fn every_way_gives_the_same_bits() {
 #[test]
 fn a_row_whose_scores_are_no_numbers_has_no_results_of_another_call() {
     let context = Arc::new(Context::open(0).unwrap());
-    let attention = Attention::load(&context, AttentionKernel::Invariant).unwrap();
+    let attention = PagedAttention::load(&context, AttentionKernel::Invariant).unwrap();
     let staging = Staging::new(&context.stream);
-    for dtype in [KvDtype::Bf16, KvDtype::F32] {
+    for dtype in [StorageDtype::Bf16, StorageDtype::F32] {
         let mut random = Random::new(7);
         let layout = layout(dtype, 1, 64);
         let cache = cache(&context, layout, &mut random);
@@ -95,8 +99,8 @@ fn a_row_whose_scores_are_no_numbers_has_no_results_of_another_call() {
         let shape = AttentionShape { heads: 1, scale: 0.1, sliding_window: None };
         let mut queries = random.normals(2 * 64, 1.0);
         let memory = context.scratch.allocate(4 * size_of_val(&queries[..])).unwrap();
-        let q = Rows { pointer: memory.pointer, rows: 2, width: 64, stride: 64 };
-        let out = Rows { pointer: memory.pointer + size_of_val(&queries[..]) as u64, ..q };
+        let q = TensorRows { pointer: memory.pointer, rows: 2, width: 64, stride: 64 };
+        let out = TensorRows { pointer: memory.pointer + size_of_val(&queries[..]) as u64, ..q };
         let run = |queries: &[f32], way| {
             context.copies.write(q.pointer, queries).unwrap();
             attention.attend_by(way, q, &shape, &step, &cache, out).unwrap();
@@ -120,19 +124,19 @@ fn a_row_whose_scores_are_no_numbers_has_no_results_of_another_call() {
 fn few_queries_are_split_by_spans_and_many_share_what_they_read() {
     let way = |parts: &[(usize, usize)], dtype, head_dim, sliding_window| {
         let blocks = vec![0; 100_000];
-        let plan = AttentionPlan::write(&sequences(parts, &blocks), &mut Vec::new());
+        let plan = CudaAttentionPlan::write(&sequences(parts, &blocks), &mut Vec::new());
         let shape = AttentionShape { heads: 28, scale: 1.0, sliding_window };
-        let Way { tile, spans } = plan.way(&layout(dtype, 4, head_dim), &shape, PROCESSORS);
+        let CallPlan { tile, spans } = plan.way(&layout(dtype, 4, head_dim), &shape, PROCESSORS);
         (TILES[tile].kernel, spans)
     };
-    assert_eq!(way(&[(1, 5000)], KvDtype::Bf16, 128, None), ("attention_bf16_128_x1", 20));
-    assert_eq!(way(&[(1, 5000)], KvDtype::Bf16, 128, Some(1000)), ("attention_bf16_128_x1", 5));
-    assert_eq!(way(&[(1, 255)], KvDtype::Bf16, 128, None), ("attention_bf16_128_x1", 1), "one span");
-    assert_eq!(way(&[(1, 5000); 200], KvDtype::Bf16, 64, None), ("attention_bf16_64_x1", 1), "many sequences");
-    assert_eq!(way(&[(1, 500), (512, 0)], KvDtype::Bf16, 80, None), ("attention_bf16_128_x4", 2));
-    assert_eq!(way(&[(512, 30000)], KvDtype::Bf16, 96, None), ("attention_bf16_128_x4", 1), "too many results");
-    assert_eq!(way(&[(9, 0)], KvDtype::Bf16, 192, None), ("attention_bf16_256_x2", 1));
-    assert_eq!(way(&[(9, 0)], KvDtype::F32, 64, None), ("attention_f32", 1));
+    assert_eq!(way(&[(1, 5000)], StorageDtype::Bf16, 128, None), ("attention_bf16_128_x1", 20));
+    assert_eq!(way(&[(1, 5000)], StorageDtype::Bf16, 128, Some(1000)), ("attention_bf16_128_x1", 5));
+    assert_eq!(way(&[(1, 255)], StorageDtype::Bf16, 128, None), ("attention_bf16_128_x1", 1), "one span");
+    assert_eq!(way(&[(1, 5000); 200], StorageDtype::Bf16, 64, None), ("attention_bf16_64_x1", 1), "many sequences");
+    assert_eq!(way(&[(1, 500), (512, 0)], StorageDtype::Bf16, 80, None), ("attention_bf16_128_x4", 2));
+    assert_eq!(way(&[(512, 30000)], StorageDtype::Bf16, 96, None), ("attention_bf16_128_x4", 1), "too many results");
+    assert_eq!(way(&[(9, 0)], StorageDtype::Bf16, 192, None), ("attention_bf16_256_x2", 1));
+    assert_eq!(way(&[(9, 0)], StorageDtype::F32, 64, None), ("attention_f32", 1));
 }
 
 #[test]
@@ -141,11 +145,11 @@ fn padded_steps_of_as_many_rows_and_spans_are_launched_alike() {
     let launches = |lengths: &[usize]| {
         let parts: Vec<_> = lengths.iter().map(|len| (1, len - 1)).collect();
         let sequences = sequences(&parts, &blocks);
-        let (mut words, layout) = (Vec::new(), layout(KvDtype::Bf16, 2, 64));
-        let plan = AttentionPlan::write_padded(&sequences, 8, &mut words);
+        let (mut words, layout) = (Vec::new(), layout(StorageDtype::Bf16, 2, 64));
+        let plan = CudaAttentionPlan::write_padded(&sequences, 8, &mut words);
         let shape = AttentionShape { heads: 14, scale: 1.0, sliding_window: None };
         let way = plan.way(&layout, &shape, PROCESSORS);
-        let needed = AttentionPlan::write(&sequences, &mut Vec::new()).partials;
+        let needed = CudaAttentionPlan::write(&sequences, &mut Vec::new()).partials;
         assert!(needed <= plan.partials && plan.partials == 8 * plan.spans, "{lengths:?}");
         assert!(words.len() >= 6 * 8, "a sequence for each row");
         (way, plan.blocks(way.tile, &layout, &shape), plan.rows, plan.sequences(), plan.partials)

@@ -34,7 +34,7 @@ fn finite_bytes(random: &mut Random, values: usize, dtype: Dtype) -> Vec<u8> {
     bytes
 }
 
-/// What the device says of `given`, all in one launch. What lies between them is not finite.
+/// The digests that the device computes of `given` in one launch. The values between them are not finite.
 fn computed(context: &Context, given: &[Given]) -> Vec<Digested> {
     let end = given.iter().map(|given| given.start + given.bytes.len()).max().unwrap();
     let mut all = vec![0xff; end];

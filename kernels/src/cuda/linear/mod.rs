@@ -18,10 +18,11 @@ use super::context::Context;
 use super::launch::{Launch, grid};
 use super::matrix::CudaMatrix;
 use super::module::{Module, fat_binary};
-use super::scratch::Scratch;
-use super::tensor::Rows;
-use crate::weights::{MatrixShape, WeightDtype};
-use plan::{Limits, Plan, Size, TILES, Tile};
+use super::scratch::DeviceScratch;
+use super::tensor::TensorRows;
+use crate::values::StorageDtype;
+use crate::weights::MatrixShape;
+use plan::{GemmLimits, GemmPlan, GemmSize, GemmTile, TILES};
 
 /// Threads of a block of the kernels before and after a product.
 const THREADS: u32 = 256;
@@ -29,37 +30,37 @@ const THREADS: u32 = 256;
 const PACKED_VALUES: usize = 8;
 
 /// The kernels of linear layers, and the memory that they reuse.
-pub(super) struct Linear {
+pub(super) struct Gemm {
     context: Arc<Context>,
-    limits: Limits,
+    limits: GemmLimits,
     pack: CudaFunction,
     add_parts: CudaFunction,
     /// Those of [`TILES`].
     products: Vec<CudaFunction>,
     /// The input as bfloat16.
-    packed: Scratch,
+    packed: DeviceScratch,
     /// Sums of some leaves each, `[splits, m, n]`.
-    parts: Scratch,
+    parts: DeviceScratch,
 }
 
 /// The input as the kernels of a product read it.
-struct Input {
+struct GemmInput {
     pointer: sys::CUdeviceptr,
     stride: usize,
     /// Values from the start of a run to that of the next.
     run: usize,
 }
 
-impl Linear {
+impl Gemm {
     pub fn load(context: &Arc<Context>) -> Result<Self> {
         let shared = sys::CUdevice_attribute::CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN;
         let shared = context.stream.context().attribute(shared).w()? as u32;
-        let limits = Limits { processors: context.processors as usize, shared };
+        let limits = GemmLimits { processors: context.processors as usize, shared };
         let load = |binary| Module::load(context.stream.context(), binary);
         let common = load(fat_binary!("linear"))?;
         let (of_bf16, of_f32) = (load(fat_binary!("linear_bf16"))?, load(fat_binary!("linear_f32"))?);
-        let product = |tile: &Tile| {
-            let module = if tile.dtype == WeightDtype::Bf16 { &of_bf16 } else { &of_f32 };
+        let product = |tile: &GemmTile| {
+            let module = if tile.dtype == StorageDtype::Bf16 { &of_bf16 } else { &of_f32 };
             let function = module.function(tile.kernel)?;
             let shared = sys::CUfunction_attribute_enum::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES;
             if limits.fit(tile) {
@@ -73,41 +74,48 @@ impl Linear {
             pack: common.function("pack_bf16")?,
             add_parts: common.function("add_parts")?,
             products: TILES.iter().map(product).collect::<Result<_>>()?,
-            packed: Scratch::new(context),
-            parts: Scratch::new(context),
+            packed: DeviceScratch::new(context),
+            parts: DeviceScratch::new(context),
         })
     }
 
     /// `out = x wᵀ + bias`; the address of the bias is 0 if there is none.
-    pub fn product(&self, x: Rows, w: &CudaMatrix, bias: sys::CUdeviceptr, out: Rows) -> Result<()> {
+    pub fn product(&self, x: TensorRows, w: &CudaMatrix, bias: sys::CUdeviceptr, out: TensorRows) -> Result<()> {
         assert_eq!((x.rows, x.width, w.shape.n), (out.rows, w.shape.k, out.width), "rows and widths of a linear layer");
         let MatrixShape { dtype, n, leaves, .. } = w.shape;
-        let size = Size { dtype, m: x.rows, n, leaves, is_gated: false };
-        self.run(Plan::of(size, self.limits), x, w, bias, out)
+        let size = GemmSize { dtype, m: x.rows, n, leaves, is_gated: false };
+        self.run(GemmPlan::of(size, self.limits), x, w, bias, out)
     }
 
     /// Whether [`Self::gated`] takes these weights.
     pub fn gates(&self, w: &CudaMatrix) -> bool {
-        w.shape.dtype == WeightDtype::Bf16 && w.shape.leaves == 1
+        w.shape.dtype == StorageDtype::Bf16 && w.shape.leaves == 1
     }
 
     /// `out = silu(left half) * right half` of `x wᵀ + bias`, with the bits of the product and the activation one after
     /// the other.
-    pub fn gated(&self, x: Rows, w: &CudaMatrix, bias: sys::CUdeviceptr, out: Rows) -> Result<()> {
+    pub fn gated(&self, x: TensorRows, w: &CudaMatrix, bias: sys::CUdeviceptr, out: TensorRows) -> Result<()> {
         let MatrixShape { dtype, n, k, leaves } = w.shape;
         assert_eq!((x.rows, x.width, n), (out.rows, k, 2 * out.width), "rows and widths of a gated layer");
-        let size = Size { dtype, m: x.rows, n: out.width, leaves, is_gated: true };
-        self.run(Plan::of(size, self.limits), x, w, bias, out)
+        let size = GemmSize { dtype, m: x.rows, n: out.width, leaves, is_gated: true };
+        self.run(GemmPlan::of(size, self.limits), x, w, bias, out)
     }
 
-    fn run(&self, plan: Plan, x: Rows, w: &CudaMatrix, bias: sys::CUdeviceptr, out: Rows) -> Result<()> {
+    fn run(
+        &self,
+        plan: GemmPlan,
+        x: TensorRows,
+        w: &CudaMatrix,
+        bias: sys::CUdeviceptr,
+        out: TensorRows,
+    ) -> Result<()> {
         let input = self.input(x, w)?;
         if plan.splits == 1 {
             return self.multiply(plan, &input, w, bias, out, 0);
         }
         let part = out.rows * out.width;
         let parts = self.parts.take(plan.splits * part * size_of::<f32>())?;
-        let rows = Rows { pointer: parts, stride: out.width, ..out };
+        let rows = TensorRows { pointer: parts, stride: out.width, ..out };
         self.multiply(plan, &input, w, 0, rows, part)?;
         let mut launch = Launch::of(&self.context.stream, &self.add_parts);
         launch.rows(out).pointer(parts).int(plan.splits).pointer(bias).int(out.width);
@@ -116,27 +124,27 @@ impl Linear {
     }
 
     /// The input itself for float32 weights, and packed for bfloat16.
-    fn input(&self, x: Rows, w: &CudaMatrix) -> Result<Input> {
+    fn input(&self, x: TensorRows, w: &CudaMatrix) -> Result<GemmInput> {
         let layout = w.layout();
-        if w.shape.dtype == WeightDtype::F32 {
-            return Ok(Input { pointer: x.pointer, stride: x.stride, run: layout.run });
+        if w.shape.dtype == StorageDtype::F32 {
+            return Ok(GemmInput { pointer: x.pointer, stride: x.stride, run: layout.run });
         }
         let pointer = self.packed.take(x.rows * layout.stride() * size_of::<bf16>())?;
         let mut launch = Launch::of(&self.context.stream, &self.pack);
         launch.pointer(pointer).rows(x).int(layout.leaves).int(layout.run).int(layout.padded_run);
         // SAFETY: the memory has a padded row for each of the tensor.
         unsafe { launch.start(by_rows(x.rows, layout.stride() / PACKED_VALUES)) }?;
-        Ok(Input { pointer, stride: layout.stride(), run: layout.padded_run })
+        Ok(GemmInput { pointer, stride: layout.stride(), run: layout.padded_run })
     }
 
     /// Starts the blocks of a product, whose sums are `part` values apart for each of the splits.
     fn multiply(
         &self,
-        plan: Plan,
-        x: &Input,
+        plan: GemmPlan,
+        x: &GemmInput,
         w: &CudaMatrix,
         bias: sys::CUdeviceptr,
-        out: Rows,
+        out: TensorRows,
         part: usize,
     ) -> Result<()> {
         let (layout, tile) = (w.layout(), &TILES[plan.tile]);

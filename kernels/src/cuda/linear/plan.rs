@@ -1,10 +1,9 @@
 //! How a product is cut into blocks: by sizes, for speed. No choice changes a bit of the result.
 
-use crate::weights::WeightDtype;
-
-/// What blocks make of the sums of leaves.
+use crate::values::StorageDtype;
+/// How blocks combine the sums of leaves.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Kind {
+pub(super) enum GemmKind {
     /// They sum one leaf.
     Leaf,
     /// They add several as a tree, or write one.
@@ -15,10 +14,10 @@ pub(super) enum Kind {
 
 /// The outputs of a block, and what it needs.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) struct Tile {
+pub(super) struct GemmTile {
     pub kernel: &'static str,
-    pub dtype: WeightDtype,
-    pub kind: Kind,
+    pub dtype: StorageDtype,
+    pub kind: GemmKind,
     pub rows: usize,
     pub columns: usize,
     pub threads: u32,
@@ -26,41 +25,41 @@ pub(super) struct Tile {
     pub shared: u32,
 }
 
-const fn bf16(kernel: &'static str, kind: Kind, [rows, columns]: [usize; 2], warps: u32, stages: u32) -> Tile {
+const fn bf16(kernel: &'static str, kind: GemmKind, [rows, columns]: [usize; 2], warps: u32, stages: u32) -> GemmTile {
     /// Values of `k` in a stage of the kernels' pipeline.
     const DEPTH: usize = 64;
-    let halves = if matches!(kind, Kind::Gated) { 2 } else { 1 };
+    let halves = if matches!(kind, GemmKind::Gated) { 2 } else { 1 };
     let shared = stages * ((rows + halves * columns) * DEPTH * size_of::<half::bf16>()) as u32;
-    Tile { kernel, dtype: WeightDtype::Bf16, kind, rows, columns, threads: 32 * warps, shared }
+    GemmTile { kernel, dtype: StorageDtype::Bf16, kind, rows, columns, threads: 32 * warps, shared }
 }
 
 /// A tile of which the sums of two levels of the tree wait in shared memory.
-const fn waiting_in_shared(tile: Tile) -> Tile {
+const fn waiting_in_shared(tile: GemmTile) -> GemmTile {
     let sums = (tile.rows * tile.columns * size_of::<f32>()) as u32;
-    Tile { shared: tile.shared + 2 * sums, ..tile }
+    GemmTile { shared: tile.shared + 2 * sums, ..tile }
 }
 
-const fn f32(kernel: &'static str, [rows, columns]: [usize; 2], threads: u32) -> Tile {
-    Tile { kernel, dtype: WeightDtype::F32, kind: Kind::Leaves, rows, columns, threads, shared: 0 }
+const fn f32(kernel: &'static str, [rows, columns]: [usize; 2], threads: u32) -> GemmTile {
+    GemmTile { kernel, dtype: StorageDtype::F32, kind: GemmKind::Leaves, rows, columns, threads, shared: 0 }
 }
 
 /// The tiles of `cu/linear_bf16.cu` and `cu/linear_f32.cu`; those of one type and kind from small to large.
-pub(super) const TILES: [Tile; 17] = [
-    bf16("bf16_16x32_leaf", Kind::Leaf, [16, 32], 2, 8),
-    bf16("bf16_32x64_leaf", Kind::Leaf, [32, 64], 4, 5),
-    bf16("bf16_64x64_leaf", Kind::Leaf, [64, 64], 4, 4),
-    bf16("bf16_128x128_leaf", Kind::Leaf, [128, 128], 8, 3),
-    bf16("bf16_128x256_leaf", Kind::Leaf, [128, 256], 8, 3),
-    bf16("bf16_16x32_leaves", Kind::Leaves, [16, 32], 2, 8),
-    bf16("bf16_32x64_leaves", Kind::Leaves, [32, 64], 4, 5),
-    bf16("bf16_64x64_leaves", Kind::Leaves, [64, 64], 4, 4),
-    bf16("bf16_64x128_leaves", Kind::Leaves, [64, 128], 8, 3),
-    waiting_in_shared(bf16("bf16_128x128_leaves", Kind::Leaves, [128, 128], 8, 3)),
-    bf16("bf16_16x16_gated", Kind::Gated, [16, 16], 2, 8),
-    bf16("bf16_32x32_gated", Kind::Gated, [32, 32], 4, 5),
-    bf16("bf16_64x32_gated", Kind::Gated, [64, 32], 4, 4),
-    bf16("bf16_128x64_gated", Kind::Gated, [128, 64], 8, 3),
-    bf16("bf16_128x128_gated", Kind::Gated, [128, 128], 8, 3),
+pub(super) const TILES: [GemmTile; 17] = [
+    bf16("bf16_16x32_leaf", GemmKind::Leaf, [16, 32], 2, 8),
+    bf16("bf16_32x64_leaf", GemmKind::Leaf, [32, 64], 4, 5),
+    bf16("bf16_64x64_leaf", GemmKind::Leaf, [64, 64], 4, 4),
+    bf16("bf16_128x128_leaf", GemmKind::Leaf, [128, 128], 8, 3),
+    bf16("bf16_128x256_leaf", GemmKind::Leaf, [128, 256], 8, 3),
+    bf16("bf16_16x32_leaves", GemmKind::Leaves, [16, 32], 2, 8),
+    bf16("bf16_32x64_leaves", GemmKind::Leaves, [32, 64], 4, 5),
+    bf16("bf16_64x64_leaves", GemmKind::Leaves, [64, 64], 4, 4),
+    bf16("bf16_64x128_leaves", GemmKind::Leaves, [64, 128], 8, 3),
+    waiting_in_shared(bf16("bf16_128x128_leaves", GemmKind::Leaves, [128, 128], 8, 3)),
+    bf16("bf16_16x16_gated", GemmKind::Gated, [16, 16], 2, 8),
+    bf16("bf16_32x32_gated", GemmKind::Gated, [32, 32], 4, 5),
+    bf16("bf16_64x32_gated", GemmKind::Gated, [64, 32], 4, 4),
+    bf16("bf16_128x64_gated", GemmKind::Gated, [128, 64], 8, 3),
+    bf16("bf16_128x128_gated", GemmKind::Gated, [128, 128], 8, 3),
     f32("f32_16x32", [16, 32], 128),
     f32("f32_64x64", [64, 64], 256),
 ];
@@ -74,17 +73,17 @@ pub(in crate::cuda) fn most_part_bytes(processors: usize) -> usize {
 
 /// How a product is computed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) struct Plan {
+pub(super) struct GemmPlan {
     /// Which of [`TILES`].
     pub tile: usize,
     /// Between how many blocks the leaves of an output are divided; their sums are added by another kernel.
     pub splits: usize,
 }
 
-/// What there is to multiply.
+/// The size of a product.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Size {
-    pub dtype: WeightDtype,
+pub(super) struct GemmSize {
+    pub dtype: StorageDtype,
     pub m: usize,
     /// Columns of the output.
     pub n: usize,
@@ -92,33 +91,33 @@ pub(super) struct Size {
     pub is_gated: bool,
 }
 
-/// What a device has.
+/// The limits of a device.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Limits {
+pub(super) struct GemmLimits {
     /// Multiprocessors.
     pub processors: usize,
     /// Bytes of shared memory that a block can have.
     pub shared: u32,
 }
 
-impl Size {
-    /// What blocks do that sum as many leaves.
-    fn kind(self, leaves: usize) -> Kind {
+impl GemmSize {
+    /// The kind of blocks that sum this many leaves.
+    fn kind(self, leaves: usize) -> GemmKind {
         match leaves {
-            _ if self.is_gated => Kind::Gated,
-            1 => Kind::Leaf,
-            _ => Kind::Leaves,
+            _ if self.is_gated => GemmKind::Gated,
+            1 => GemmKind::Leaf,
+            _ => GemmKind::Leaves,
         }
     }
 
-    fn blocks(self, tile: &Tile) -> usize {
+    fn blocks(self, tile: &GemmTile) -> usize {
         self.m.div_ceil(tile.rows) * self.n.div_ceil(tile.columns)
     }
 }
 
-impl Plan {
+impl GemmPlan {
     /// The fastest way for a device.
-    pub fn of(size: Size, limits: Limits) -> Self {
+    pub fn of(size: GemmSize, limits: GemmLimits) -> Self {
         let tile = largest_tile(size, size.leaves, limits);
         let mut splits = 1;
         while splits < size.leaves && splits * size.blocks(&TILES[tile]) < 2 * limits.processors {
@@ -129,30 +128,30 @@ impl Plan {
 
     /// All ways there are on a device.
     #[cfg(test)]
-    pub fn all(size: Size, limits: Limits) -> Vec<Self> {
+    pub fn all(size: GemmSize, limits: GemmLimits) -> Vec<Self> {
         let divided = |tile| (0..=size.leaves.ilog2()).map(move |power| Self { tile, splits: 1 << power });
         let fits = |plan: &Self| {
             let (tile, kind) = (&TILES[plan.tile], size.kind(size.leaves / plan.splits));
             limits.fit(tile)
                 && tile.dtype == size.dtype
-                && (tile.kind == kind || (tile.kind, kind) == (Kind::Leaves, Kind::Leaf))
+                && (tile.kind == kind || (tile.kind, kind) == (GemmKind::Leaves, GemmKind::Leaf))
         };
         (0..TILES.len()).flat_map(divided).filter(fits).collect()
     }
 }
 
-impl Limits {
-    pub fn fit(self, tile: &Tile) -> bool {
+impl GemmLimits {
+    pub fn fit(self, tile: &GemmTile) -> bool {
         tile.shared <= self.shared
     }
 }
 
 /// The largest tile of which no more than half is outside the product and that keeps all multiprocessors busy, or else
 /// the smallest: a large one reads less, a small one makes more blocks. Blocks sum this many leaves.
-fn largest_tile(size: Size, leaves: usize, limits: Limits) -> usize {
-    let is_of_kind = |tile: &Tile| match size.dtype {
-        WeightDtype::Bf16 => tile.kind == size.kind(leaves),
-        WeightDtype::F32 => true,
+fn largest_tile(size: GemmSize, leaves: usize, limits: GemmLimits) -> usize {
+    let is_of_kind = |tile: &GemmTile| match size.dtype {
+        StorageDtype::Bf16 => tile.kind == size.kind(leaves),
+        StorageDtype::F32 => true,
     };
     let is_busy = |i: &usize| {
         let tile = &TILES[*i];

@@ -6,44 +6,44 @@ use super::*;
 use crate::backend::storage::MatrixImpl;
 use crate::cpu::testing::Random;
 use crate::cuda::activation::Activation;
-use crate::cuda::arena::Allocation;
-use crate::weights::WeightRows;
+use crate::cuda::arena::ArenaAllocation;
+use crate::values::TensorView;
 
-const DTYPES: [WeightDtype; 2] = [WeightDtype::Bf16, WeightDtype::F32];
+const DTYPES: [StorageDtype; 2] = [StorageDtype::Bf16, StorageDtype::F32];
 
 struct Device {
     context: Arc<Context>,
-    linear: Linear,
+    linear: Gemm,
 }
 
 /// Rows on the device, and the memory they are in.
 struct Values {
-    memory: Allocation,
-    rows: Rows,
+    memory: ArenaAllocation,
+    rows: TensorRows,
 }
 
 impl Device {
     fn open() -> Self {
         let context = Arc::new(Context::open(0).unwrap());
-        Self { linear: Linear::load(&context).unwrap(), context }
+        Self { linear: Gemm::load(&context).unwrap(), context }
     }
 
     /// Rows of `width` of the values, `stride` apart.
     fn rows(&self, values: &[f32], width: usize, stride: usize) -> Values {
         let memory = self.context.scratch.allocate(size_of_val(values)).unwrap();
         self.context.copies.write(memory.pointer, values).unwrap();
-        let rows = Rows { pointer: memory.pointer, rows: values.len() / stride, width, stride };
+        let rows = TensorRows { pointer: memory.pointer, rows: values.len() / stride, width, stride };
         Values { memory, rows }
     }
 
     fn matrix(&self, shape: MatrixShape, weights: &[f32]) -> CudaMatrix {
         let mut matrix = CudaMatrix::zeros(&self.context, shape).unwrap();
-        matrix.write_columns(0, WeightRows::F32(weights), shape.k, 0);
+        matrix.write_columns(0, TensorView::F32(weights), shape.k, 0);
         matrix
     }
 
     /// The bits of a product with `n` columns.
-    fn product(&self, plan: Plan, x: &Values, w: &CudaMatrix, bias: &Values, n: usize) -> Vec<u32> {
+    fn product(&self, plan: GemmPlan, x: &Values, w: &CudaMatrix, bias: &Values, n: usize) -> Vec<u32> {
         let out = self.rows(&vec![f32::NAN; x.rows.rows * n], n, n);
         self.linear.run(plan, x.rows, w, bias.rows.pointer, out.rows).unwrap();
         self.bits(&out)
@@ -56,8 +56,8 @@ impl Device {
     }
 }
 
-fn size(dtype: WeightDtype, m: usize, n: usize, leaves: usize) -> Size {
-    Size { dtype, m, n, leaves, is_gated: false }
+fn size(dtype: StorageDtype, m: usize, n: usize, leaves: usize) -> GemmSize {
+    GemmSize { dtype, m, n, leaves, is_gated: false }
 }
 
 /// The sums in the order that the module documents, for float32: a chain for each leaf, then a balanced tree.
@@ -80,7 +80,7 @@ fn every_plan_gives_the_same_bits() {
         for dtype in DTYPES {
             let w = device.matrix(MatrixShape { dtype, n, k, leaves }, &weights);
             let (x, bias) = (device.rows(&x, k, k), device.rows(&bias, n, n));
-            let plans = Plan::all(size(dtype, m, n, leaves), device.linear.limits);
+            let plans = GemmPlan::all(size(dtype, m, n, leaves), device.linear.limits);
             assert!(plans.len() > 1, "{plans:?}");
             let expected = device.product(plans[0], &x, &w, &bias, n);
             for plan in &plans[1..] {
@@ -99,13 +99,14 @@ fn every_gated_plan_gives_the_bits_of_the_two_steps() {
         let mut random = Random::new(seed as u64);
         let (x, weights) = (random.normals(m * k, 1.0), random.normals(2 * n * k, 0.3));
         let bias = device.rows(&random.normals(2 * n, 1.0), 2 * n, 2 * n);
-        let w = device.matrix(MatrixShape { dtype: WeightDtype::Bf16, n: 2 * n, k, leaves: 1 }, &weights);
+        let w = device.matrix(MatrixShape { dtype: StorageDtype::Bf16, n: 2 * n, k, leaves: 1 }, &weights);
         let x = device.rows(&x, k, k);
         let [between, out] = [2 * n, n].map(|width| device.rows(&vec![f32::NAN; m * width], width, width));
         device.linear.product(x.rows, &w, bias.rows.pointer, between.rows).unwrap();
         activation.silu_mul(between.rows, out.rows).unwrap();
         let expected = device.bits(&out);
-        let plans = Plan::all(Size { is_gated: true, ..size(WeightDtype::Bf16, m, n, 1) }, device.linear.limits);
+        let plans =
+            GemmPlan::all(GemmSize { is_gated: true, ..size(StorageDtype::Bf16, m, n, 1) }, device.linear.limits);
         assert!(plans.len() > 1, "{plans:?}");
         for plan in plans {
             assert!(device.product(plan, &x, &w, &bias, n) == expected, "seed {seed}: {plan:?}");
@@ -119,8 +120,8 @@ fn float32_products_are_sums_in_the_documented_order() {
     for (seed, (m, n, k, leaves)) in [(3, 9, 40, 4), (2, 5, 35, 1), (1, 4, 128, 8)].into_iter().enumerate() {
         let mut random = Random::new(seed as u64);
         let (x, weights, bias) = (random.normals(m * k, 1.0), random.normals(n * k, 1.0), random.normals(n, 1.0));
-        let w = device.matrix(MatrixShape { dtype: WeightDtype::F32, n, k, leaves }, &weights);
-        let plan = Plan::of(size(WeightDtype::F32, m, n, leaves), device.linear.limits);
+        let w = device.matrix(MatrixShape { dtype: StorageDtype::F32, n, k, leaves }, &weights);
+        let plan = GemmPlan::of(size(StorageDtype::F32, m, n, leaves), device.linear.limits);
         let found = device.product(plan, &device.rows(&x, k, k), &w, &device.rows(&bias, n, n), n);
         for (i, found) in found.into_iter().enumerate() {
             let (row, column) = (i / n, i % n);
@@ -139,7 +140,7 @@ fn strided_rows_give_the_bits_of_dense_ones() {
     let dense: Vec<f32> = wide.chunks_exact(stride).flat_map(|row| &row[..k]).copied().collect();
     for dtype in DTYPES {
         let w = device.matrix(MatrixShape { dtype, n, k, leaves: 4 }, &weights);
-        let plan = Plan::of(size(dtype, m, n, 4), device.linear.limits);
+        let plan = GemmPlan::of(size(dtype, m, n, 4), device.linear.limits);
         let bias = device.rows(&bias, n, n);
         let found = device.product(plan, &device.rows(&wide, k, stride), &w, &bias, n);
         assert!(found == device.product(plan, &device.rows(&dense, k, k), &w, &bias, n), "{dtype:?}");
@@ -149,8 +150,8 @@ fn strided_rows_give_the_bits_of_dense_ones() {
 #[test]
 fn large_products_take_large_tiles_and_small_ones_all_multiprocessors() {
     let tile = |m, n, leaves, shared| {
-        let limits = Limits { processors: 132, shared };
-        let plan = Plan::of(size(WeightDtype::Bf16, m, n, leaves), limits);
+        let limits = GemmLimits { processors: 132, shared };
+        let plan = GemmPlan::of(size(StorageDtype::Bf16, m, n, leaves), limits);
         (TILES[plan.tile].kernel, plan.splits)
     };
     let [a100, h100] = [163 << 10, 227 << 10];

@@ -3,7 +3,7 @@
 //! The device answers rows whose tasks edit no logits and list no likely tokens. The logits of the others are copied to
 //! the host. Either way the bits are those of the CPU.
 
-mod landing;
+mod download;
 mod on_device;
 
 use std::ops::Range;
@@ -12,13 +12,13 @@ use std::sync::Arc;
 use candle_core::Result;
 use candle_core::cuda_backend::WrapErr;
 
-use self::landing::{Landing, Landings};
+use self::download::{Download, DownloadPool};
 use self::on_device::{Answers, DeviceSampler};
-pub(super) use self::on_device::{Counts, Questions};
+pub(super) use self::on_device::{TaskBatch, TaskCounts};
 use super::context::Context;
 use super::staging::Staging;
-use super::tensor::Rows;
-use crate::cpu::{Isa, Question, Samplers, ThreadPool};
+use super::tensor::TensorRows;
+use crate::cpu::{Isa, LogitsTasks, Samplers, ThreadPool};
 use crate::sampling::{Sampled, SampledTokens, SamplingTask};
 use crate::step::RowTasks;
 
@@ -28,7 +28,7 @@ const COPIES: usize = 2;
 
 /// Bytes of the host that logits are copied to at most, where `bytes` of them are sampled at once: one call more than
 /// [`COPIES`] waits for its own.
-pub(super) fn most_landing_bytes(bytes: usize) -> u64 {
+pub(super) fn max_download_bytes(bytes: usize) -> u64 {
     let each = if bytes == 0 { 0 } else { bytes.next_power_of_two() };
     (each * (COPIES + 1)) as u64
 }
@@ -38,7 +38,7 @@ pub(super) struct Sampler {
     context: Arc<Context>,
     on_device: DeviceSampler,
     on_host: Samplers,
-    logits: Landings<f32>,
+    logits: DownloadPool<f32>,
 }
 
 impl Sampler {
@@ -46,26 +46,26 @@ impl Sampler {
         Ok(Self {
             on_device: DeviceSampler::load(context)?,
             on_host: Samplers::new(Isa::detect()),
-            logits: Landings::new(&context.stream),
+            logits: DownloadPool::new(&context.stream),
             context: context.clone(),
         })
     }
 
-    /// Starts to answer the tasks of `wanted`, whose logits are the rows of `logits`. What the device does not answer
-    /// the host computes when the answers are read.
+    /// Starts to answer the tasks of `wanted`, whose logits are the rows of `logits`. The host answers the tasks that
+    /// the device does not support, when the answers are read.
     pub fn sample<'a>(
         &'a self,
         host: &'a ThreadPool,
         staging: &Staging,
-        logits: Rows,
+        logits: TensorRows,
         wanted: &'a [RowTasks],
         tasks: &'a [SamplingTask<'a>],
     ) -> Result<Sampled<'a>> {
         self.context.stream.context().bind_to_thread().w()?;
         let wanted: Vec<_> = wanted.iter().map(|wanted| &tasks[wanted.tasks.clone()]).collect();
-        let (mut questions, mut host_rows) = (Questions::default(), Vec::new());
+        let (mut questions, mut host_rows) = (TaskBatch::default(), Vec::new());
         for (row, tasks) in wanted.iter().enumerate() {
-            if tasks.iter().all(|task| Questions::take(task, logits.width)) {
+            if tasks.iter().all(|task| TaskBatch::take(task, logits.width)) {
                 questions.push(row, tasks, logits.width);
             } else {
                 host_rows.push(row);
@@ -78,12 +78,12 @@ impl Sampler {
             let of_host = match landed {
                 Some(landed) => {
                     let rows = landed.read()?.chunks_exact(logits.width).zip(&host_rows);
-                    let questions: Vec<Question<'_>> = rows.map(|(logits, row)| (logits, wanted[*row])).collect();
+                    let questions: Vec<LogitsTasks<'_>> = rows.map(|(logits, row)| (logits, wanted[*row])).collect();
                     self.on_host.answer(host, &questions)
                 }
                 None => SampledTokens::default(),
             };
-            let answers = answers.as_ref().map_or(Ok(&[][..]), Landing::read)?;
+            let answers = answers.as_ref().map_or(Ok(&[][..]), Download::read)?;
             Ok(merged(&wanted, &host_rows, of_host, Answers::new(answers)))
         };
         if in_time {
@@ -94,7 +94,7 @@ impl Sampler {
     }
 
     /// Answers the tasks of these rows of a step, one of each, by questions at an address.
-    pub fn answer(&self, asked: u64, counts: Counts, logits: Rows, rows: Range<usize>) -> Result<()> {
+    pub fn answer(&self, asked: u64, counts: TaskCounts, logits: TensorRows, rows: Range<usize>) -> Result<()> {
         self.on_device.answer(asked, counts, logits, rows)
     }
 
@@ -102,7 +102,7 @@ impl Sampler {
     pub fn answered<'a>(
         &'a self,
         asked: u64,
-        counts: Counts,
+        counts: TaskCounts,
         vocab: usize,
         tasks: &'a [SamplingTask<'a>],
     ) -> Result<Sampled<'a>> {
@@ -115,7 +115,7 @@ impl Sampler {
     }
 
     /// Starts to copy these rows to the host.
-    fn land(&self, logits: Rows, rows: &[usize]) -> Result<Landing<'_, f32>> {
+    fn land(&self, logits: TensorRows, rows: &[usize]) -> Result<Download<'_, f32>> {
         let mut landing = self.logits.take(rows.len() * logits.width)?;
         for (row, to) in rows.iter().zip(landing.places(logits.width)) {
             let from = logits.pointer + (row * logits.stride * size_of::<f32>()) as u64;

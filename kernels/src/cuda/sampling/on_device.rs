@@ -9,10 +9,10 @@ use candle_core::cuda_backend::cudarc::driver::CudaFunction;
 use super::super::context::Context;
 use super::super::launch::{Launch, grid};
 use super::super::module::{Module, fat_binary};
-use super::super::scratch::Scratch;
+use super::super::scratch::DeviceScratch;
 use super::super::staging::Staging;
-use super::super::tensor::Rows;
-use super::landing::{Landing, Landings};
+use super::super::tensor::TensorRows;
+use super::download::{Download, DownloadPool};
 use crate::cpu::logits::VOCAB_BLOCK;
 use crate::cpu::{certain_logprob, logprob};
 use crate::sampling::{SamplingTask, TokenLogprobs, uniform};
@@ -38,20 +38,20 @@ pub(super) struct DeviceSampler {
     summarise: CudaFunction,
     answer: CudaFunction,
     /// Answers, then the maxima and sums of blocks.
-    scratch: Scratch,
-    answers: Landings<u32>,
+    scratch: DeviceScratch,
+    answers: DownloadPool<u32>,
 }
 
 /// Rows and their tasks as the kernels read them.
 #[derive(Default)]
-pub(in crate::cuda) struct Questions {
+pub(in crate::cuda) struct TaskBatch {
     tasks: Vec<u32>,
     rows: Vec<u32>,
     scales: Vec<f32>,
     count: usize,
 }
 
-impl Questions {
+impl TaskBatch {
     /// Whether the device answers a task on a row of `vocab` logits.
     pub fn take(task: &SamplingTask<'_>, vocab: usize) -> bool {
         !task.edits() && task.top_logprobs == 0 && vocab.div_ceil(VOCAB_BLOCK) <= MAX_BLOCKS
@@ -71,8 +71,8 @@ impl Questions {
         Some(questions)
     }
 
-    pub fn counts(&self) -> Counts {
-        Counts { tasks: self.count, rows: self.rows.len() / ROW_WORDS, scales: self.scales.len() }
+    pub fn counts(&self) -> TaskCounts {
+        TaskCounts { tasks: self.count, rows: self.rows.len() / ROW_WORDS, scales: self.scales.len() }
     }
 
     /// As the kernels read them: tasks, which are aligned as float64 is, rows, scales.
@@ -108,14 +108,14 @@ impl Questions {
 
 /// How many there are of what questions consist of.
 #[derive(Clone, Copy)]
-pub(in crate::cuda) struct Counts {
+pub(in crate::cuda) struct TaskCounts {
     tasks: usize,
     rows: usize,
     scales: usize,
 }
 
 /// Addresses of questions, and of what they are answered with.
-struct Places {
+struct TaskAddresses {
     tasks: u64,
     rows: u64,
     scales: u64,
@@ -139,14 +139,19 @@ impl DeviceSampler {
         Ok(Self {
             summarise: module.function("summarise_logits")?,
             answer: module.function("answer_tasks")?,
-            scratch: Scratch::new(context),
-            answers: Landings::new(&context.stream),
+            scratch: DeviceScratch::new(context),
+            answers: DownloadPool::new(&context.stream),
             context: context.clone(),
         })
     }
 
     /// Starts to answer the questions, about these rows; `None` if there are none.
-    pub fn start(&self, staging: &Staging, logits: Rows, questions: &Questions) -> Result<Option<Landing<'_, u32>>> {
+    pub fn start(
+        &self,
+        staging: &Staging,
+        logits: TensorRows,
+        questions: &TaskBatch,
+    ) -> Result<Option<Download<'_, u32>>> {
         let counts = questions.counts();
         if counts.tasks == 0 {
             return Ok(None);
@@ -159,34 +164,40 @@ impl DeviceSampler {
     }
 
     /// Answers the questions of these rows, one of each, which are at an address with those of other rows.
-    pub fn answer(&self, asked: u64, counts: Counts, logits: Rows, rows: Range<usize>) -> Result<()> {
+    pub fn answer(&self, asked: u64, counts: TaskCounts, logits: TensorRows, rows: Range<usize>) -> Result<()> {
         assert!(rows.len() <= logits.rows && rows.end <= counts.rows, "{rows:?} of {}: {logits:?}", counts.rows);
         let places = self.places(asked, counts, logits.width)?;
         // The rows' numbers are those of the step.
         let before = (rows.start * logits.stride * size_of::<f32>()) as u64;
-        let logits = Rows { pointer: logits.pointer.wrapping_sub(before), ..logits };
+        let logits = TensorRows { pointer: logits.pointer.wrapping_sub(before), ..logits };
         self.launch(&places, logits, rows.clone(), rows)
     }
 
     /// Starts to copy the answers to the first `wanted` questions that [`DeviceSampler::answer`] has answered.
-    pub fn answered(&self, asked: u64, counts: Counts, vocab: usize, wanted: usize) -> Result<Landing<'_, u32>> {
-        self.land(Counts { tasks: wanted, ..counts }, &self.places(asked, counts, vocab)?)
+    pub fn answered(&self, asked: u64, counts: TaskCounts, vocab: usize, wanted: usize) -> Result<Download<'_, u32>> {
+        self.land(TaskCounts { tasks: wanted, ..counts }, &self.places(asked, counts, vocab)?)
     }
 
     /// Where everything is, for questions at this address.
-    fn places(&self, tasks: u64, counts: Counts, vocab: usize) -> Result<Places> {
+    fn places(&self, tasks: u64, counts: TaskCounts, vocab: usize) -> Result<TaskAddresses> {
         let blocks = vocab.div_ceil(VOCAB_BLOCK);
         let rows = word(tasks, counts.tasks * TASK_WORDS);
         let scales = word(rows, counts.rows * ROW_WORDS);
         let needed = counts.tasks * ANSWER_WORDS + (counts.rows + counts.scales) * blocks;
         let answers = self.scratch.take(needed * size_of::<u32>())?;
         let maxima = word(answers, counts.tasks * ANSWER_WORDS);
-        Ok(Places { tasks, rows, scales, answers, maxima, sums: word(maxima, counts.rows * blocks) })
+        Ok(TaskAddresses { tasks, rows, scales, answers, maxima, sums: word(maxima, counts.rows * blocks) })
     }
 
     /// Starts the kernels, for some of the rows and their tasks.
-    fn launch(&self, places: &Places, logits: Rows, rows: Range<usize>, tasks: Range<usize>) -> Result<()> {
-        let Places { answers, maxima, sums, scales, .. } = *places;
+    fn launch(
+        &self,
+        places: &TaskAddresses,
+        logits: TensorRows,
+        rows: Range<usize>,
+        tasks: Range<usize>,
+    ) -> Result<()> {
+        let TaskAddresses { answers, maxima, sums, scales, .. } = *places;
         let blocks = logits.width.div_ceil(VOCAB_BLOCK);
         let mut launch = Launch::of(&self.context.stream, &self.summarise);
         launch.pointer(word(maxima, rows.start * blocks)).pointer(sums).rows(logits).int(logits.width);
@@ -200,7 +211,7 @@ impl DeviceSampler {
         unsafe { launch.start(grid((tasks.len() as u32, 1, 1), THREADS, (2 * blocks * size_of::<u32>()) as u32)) }
     }
 
-    fn land(&self, counts: Counts, places: &Places) -> Result<Landing<'_, u32>> {
+    fn land(&self, counts: TaskCounts, places: &TaskAddresses) -> Result<Download<'_, u32>> {
         let len = counts.tasks * ANSWER_WORDS;
         let mut landing = self.answers.take(len)?;
         // SAFETY: the answers are of this length, and read when they have been copied.

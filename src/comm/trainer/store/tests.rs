@@ -7,8 +7,8 @@ use std::time::Instant;
 
 use super::*;
 
-/// What torch's client sends and gets for the constructor, and for `get("broadcast_from/0/0")`; the ping's number is
-/// ours.
+/// The bytes that torch's client sends and gets for the constructor, and for `get("broadcast_from/0/0")`; the ping's
+/// number is ours.
 const RECORDED: [(&[u8], &[u8]); 4] = [
     (b"\x00\xce\xf7\x85<\rllor", b"llor"),
     (b"\x04\x05\0\0\0\0\0\0\0init/\x01\0\0\0\0\0\0\0", b"\x02\0\0\0\0\0\0\0"),
@@ -40,15 +40,15 @@ fn recorded() -> Vec<(Vec<u8>, Vec<u8>)> {
     RECORDED.iter().map(|(query, answer)| (query.to_vec(), answer.to_vec())).collect()
 }
 
-fn exchange(port: u16, patience: &Patience) -> Result<(i64, Vec<u8>)> {
-    let mut store = Store::connect("127.0.0.1", port, patience)?;
+fn exchange(port: u16, timeout: &TrainerTimeout) -> Result<(i64, Vec<u8>)> {
+    let mut store = Store::connect("127.0.0.1", port, timeout)?;
     Ok((store.add("init/", 1)?, store.get("/broadcast_from/0/0", 11)?))
 }
 
 #[test]
 fn the_bytes_are_those_of_torchs_client() {
     let (port, served) = store(recorded());
-    let got = exchange(port, &Patience::new(Duration::from_secs(60))).expect("answers");
+    let got = exchange(port, &TrainerTimeout::new(Duration::from_secs(60))).expect("answers");
     assert_eq!(got, (2, b"hello world".to_vec()));
     served.join().expect("it sends what was recorded");
 }
@@ -56,7 +56,7 @@ fn the_bytes_are_those_of_torchs_client() {
 #[test]
 fn a_store_that_comes_late_is_found() {
     let free = TcpListener::bind("127.0.0.1:0").expect("a port").local_addr().expect("its address").port();
-    let patience = Patience::new(Duration::from_secs(60));
+    let timeout = TrainerTimeout::new(Duration::from_secs(60));
     let late = std::thread::spawn(move || {
         std::thread::sleep(Duration::from_millis(200));
         let listener = TcpListener::bind(("127.0.0.1", free)).expect("the port is free again");
@@ -65,7 +65,7 @@ fn a_store_that_comes_late_is_found() {
         stream.read_exact(&mut greeting).expect("a greeting");
         stream.write_all(&greeting[6..]).expect("the client reads");
     });
-    let store = Store::connect("127.0.0.1", free, &patience);
+    let store = Store::connect("127.0.0.1", free, &timeout);
     assert!(store.is_ok(), "{:?}", store.err());
     late.join().expect("it was found");
 }
@@ -74,7 +74,7 @@ fn a_store_that_comes_late_is_found() {
 fn stores_that_misbehave_are_refused() {
     for (cut, what) in [(0, "nothing"), (1, "a greeting"), (2, "a sum"), (3, "a key that is there")] {
         let (port, served) = store(recorded()[..cut].to_vec());
-        let error = exchange(port, &Patience::new(Duration::from_secs(60))).expect_err(what);
+        let error = exchange(port, &TrainerTimeout::new(Duration::from_secs(60))).expect_err(what);
         assert!(matches!(error, Error::Aborted(_)), "after {what}: {error}");
         served.join().expect("it sends what was recorded");
     }
@@ -88,7 +88,7 @@ fn stores_that_misbehave_are_refused() {
         exchanges.truncate(at + 1);
         exchanges[at].1 = answer;
         let (port, served) = store(exchanges);
-        let error = exchange(port, &Patience::new(Duration::from_secs(60))).expect_err(what);
+        let error = exchange(port, &TrainerTimeout::new(Duration::from_secs(60))).expect_err(what);
         assert!(matches!(error, Error::Aborted(_)), "{what}: {error}");
         served.join().expect("it sends what it was told");
     }
@@ -96,7 +96,7 @@ fn stores_that_misbehave_are_refused() {
 
 #[test]
 fn nobody_waits_for_ever() {
-    let short = Patience::new(Duration::from_millis(100));
+    let short = TrainerTimeout::new(Duration::from_millis(100));
     let silent = TcpListener::bind("127.0.0.1:0").expect("a port");
     let port = silent.local_addr().expect("its address").port();
     let error = exchange(port, &short).expect_err("it says nothing");
@@ -107,11 +107,11 @@ fn nobody_waits_for_ever() {
 
     let silent = TcpListener::bind("127.0.0.1:0").expect("a port");
     let port = silent.local_addr().expect("its address").port();
-    let (long, started) = (Patience::new(Duration::from_secs(3600)), Instant::now());
+    let (long, started) = (TrainerTimeout::new(Duration::from_secs(3600)), Instant::now());
     let ends = long.clone();
     let end = std::thread::spawn(move || {
         std::thread::sleep(Duration::from_millis(100));
-        ends.end();
+        ends.cancel();
     });
     assert!(matches!(exchange(port, &long), Err(Error::Aborted(_))), "the call has ended");
     assert!(started.elapsed() < Duration::from_secs(600));

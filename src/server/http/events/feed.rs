@@ -292,7 +292,7 @@ mod tests {
         let request = |owner| RequestStatus {
             id: "id".into(),
             owner,
-            progress: crate::engine::Progress::Running,
+            progress: crate::engine::RequestProgress::Running,
             prompts: 1,
             prompt_tokens: 2,
             samples: 3,

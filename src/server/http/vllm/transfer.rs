@@ -10,7 +10,7 @@ use serde::{Deserialize, Serialize};
 use utoipa::ToSchema;
 
 use super::weights::version_of;
-use crate::comm::{Meeting, Places};
+use crate::comm::{RankRange, Rendezvous};
 use crate::error::{Error, shown};
 use crate::memory::Charge;
 use crate::server::http::Door;
@@ -111,7 +111,7 @@ pub(super) async fn init_weight_transfer_engine(
 ) -> Result<Response, HttpError> {
     let JsonBody { value: Init { init_info }, ignored, .. } = body(&door, request).await?;
     let meeting = meeting(&init_info)?;
-    let places = Places { first: init_info.rank_offset, world: init_info.world_size };
+    let places = RankRange { first: init_info.rank_offset, world: init_info.world_size };
     let packing = Packing { packed: init_info.packed, buffer_bytes: init_info.packed_buffer_size_bytes };
     // Before the order, which ends the push that is open and leaves the group that there is.
     door.gate.look()?.trainers.check(places)?;
@@ -236,12 +236,12 @@ fn check_device(door: &Door, path: &str) -> Result<(), HttpError> {
     Err(HttpError::new(StatusCode::NOT_IMPLEMENTED, "NotImplementedError", None, &message))
 }
 
-fn meeting(info: &InitInfo) -> Result<Meeting, Error> {
+fn meeting(info: &InitInfo) -> Result<Rendezvous, Error> {
     match (&info.master_address, info.master_port, &info.nccl_unique_id_b64) {
         (Some(host), Some(port), None) if !host.is_empty() && port > 0 => {
-            Ok(Meeting::Store { host: host.clone(), port })
+            Ok(Rendezvous::Store { host: host.clone(), port })
         }
-        (None, None, Some(text)) => id(text).map(Meeting::Id).ok_or_else(|| {
+        (None, None, Some(text)) => id(text).map(Rendezvous::Id).ok_or_else(|| {
             let message = format!("{:?} is not {ID_BYTES} bytes in base64", shown(text, 200));
             Error::invalid("init_info.nccl_unique_id_b64", message)
         }),

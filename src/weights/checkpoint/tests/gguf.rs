@@ -1,7 +1,7 @@
 use candle_core::quantized::gguf_file::{self, Value};
 use candle_core::quantized::{GgmlDType, QTensor};
 use candle_core::{Device, Tensor};
-use rollout_kernels::WeightDtype;
+use rollout_kernels::StorageDtype;
 
 use super::*;
 
@@ -232,10 +232,10 @@ fn slices_of_blocks_come_in_the_precision_of_the_matrix() {
             };
             let expected = slice_of(&exact, 512, &slice);
             let context = format!("{dtype:?} {slice:?}");
-            assert_eq!(read("model.embed_tokens.weight", WeightDtype::F32), expected, "{context}");
+            assert_eq!(read("model.embed_tokens.weight", StorageDtype::F32), expected, "{context}");
             let rounded: Vec<f32> = expected.iter().map(|x| bf16::from_f32(*x).to_f32()).collect();
-            assert_eq!(read("model.embed_tokens.weight", WeightDtype::Bf16), rounded, "{context}");
-            let query = read("model.layers.0.self_attn.q_proj.weight", WeightDtype::F32);
+            assert_eq!(read("model.embed_tokens.weight", StorageDtype::Bf16), rounded, "{context}");
+            let query = read("model.layers.0.self_attn.q_proj.weight", StorageDtype::F32);
             let in_order = permute_back(&exact, 4, 512);
             assert_eq!(query, slice_of(&in_order, 512, &slice), "{context}");
         }

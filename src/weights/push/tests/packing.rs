@@ -2,7 +2,7 @@
 
 use std::collections::BTreeMap;
 
-use rollout_kernels::{Backend, DeviceOptions, MatrixShape, RowBits, WeightDtype};
+use rollout_kernels::{Backend, DeviceOptions, MatrixShape, StorageDtype};
 
 use super::names::fuse;
 use super::sources::{Segment, checkpoint, from_directory, from_segment, lay_out};
@@ -34,8 +34,8 @@ fn slice(spec: &ParamSpec, rank: usize, parameters: &Parameters) -> Slice {
     Partition::new(rank, parameters.world()).slice(spec).unwrap()
 }
 
-fn precision(parameters: &Parameters) -> WeightDtype {
-    if parameters.dtype() == Dtype::F32 { WeightDtype::F32 } else { WeightDtype::Bf16 }
+fn precision(parameters: &Parameters) -> StorageDtype {
+    if parameters.dtype() == Dtype::F32 { StorageDtype::F32 } else { StorageDtype::Bf16 }
 }
 
 /// Shadow weights as the ranks would give them.
@@ -74,7 +74,7 @@ fn contents(received: Received, parameters: &Parameters) -> BTreeMap<Place, Vec<
             for spec in specs {
                 let slice = slice(spec, rank, parameters);
                 let mut values = vec![f32::NAN; slice.len()];
-                matrix.read_rows(row, RowBits::F32(&mut values));
+                matrix.read_f32(row, &mut values);
                 row += slice.rows.len();
                 contents.insert((rank, spec.name.clone()), values);
             }

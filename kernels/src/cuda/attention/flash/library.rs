@@ -11,8 +11,8 @@ use candle_flash_attn as _;
 
 /// A call of candle-flash-attn. Strides are in values.
 #[cfg_attr(not(feature = "flash-attn"), expect(dead_code, reason = "it is made for the library alone"))]
-pub(super) struct Call {
-    /// `[rows, heads, head_dim]`, [`Call::row_stride`] from row to row, as are those of the results.
+pub(super) struct FlashCall {
+    /// `[rows, heads, head_dim]`, [`FlashCall::row_stride`] from row to row, as are those of the results.
     pub q: u64,
     pub k: u64,
     pub v: u64,
@@ -40,7 +40,7 @@ pub(super) struct Call {
     pub window: Option<i32>,
 }
 
-impl Call {
+impl FlashCall {
     /// # Safety
     /// All addresses are those of a device's memory of these shapes, and `stream` is one of that device's, which is
     /// current.

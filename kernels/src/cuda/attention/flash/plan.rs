@@ -1,9 +1,9 @@
-//! What candle-flash-attn computes of a step.
+//! The sequences of a step that candle-flash-attn computes.
 
 use crate::kv_layout::KvLayout;
 use crate::step::AttentionSequence;
 
-/// What is known on the host of the sequences that it computes.
+/// The host's view of these sequences.
 pub(in crate::cuda) struct FlashPlan {
     /// Where its words begin.
     pub first_word: usize,

@@ -3,7 +3,7 @@
 use super::plan::is_of_flash;
 use super::*;
 use crate::cpu::testing::Random;
-use crate::cuda::attention::Attention;
+use crate::cuda::attention::PagedAttention;
 use crate::cuda::attention::tests::cache;
 
 /// Rounding of probabilities and of results to bfloat16, by half a unit in the last of 8 bits each.
@@ -15,14 +15,14 @@ const PARTS: [(usize, usize); 6] = [(1, 99), (70, 131), (2, 0), (1, 40), (1, 63)
 #[test]
 fn rows_of_prompts_are_near_our_own_and_others_are_ours() {
     let context = Arc::new(Context::open(0).unwrap());
-    let load = |kernel| Attention::load(&context, kernel).unwrap();
+    let load = |kernel| PagedAttention::load(&context, kernel).unwrap();
     let (ours, flash, staging) =
         (load(AttentionKernel::Invariant), load(AttentionKernel::Flash), Staging::new(&context.stream));
     let layers =
         [(32, 3, None), (64, 1, Some(50)), (80, 2, None), (128, 4, Some(1000)), (128, 1, Some(100)), (256, 1, None)];
     for (seed, (head_dim, group, sliding_window)) in layers.into_iter().enumerate() {
         let mut random = Random::new(seed as u64);
-        let layout = KvLayout { blocks: 60, block_size: 32, kv_heads: 2, head_dim, dtype: KvDtype::Bf16 };
+        let layout = KvLayout { blocks: 60, block_size: 32, kv_heads: 2, head_dim, dtype: StorageDtype::Bf16 };
         let cache = cache(&context, layout, &mut random);
         let (blocks, mut first_row, mut first_block): (Vec<u32>, _, _) = ((0..60).rev().collect(), 0, 0);
         let sequences = PARTS.map(|(rows, start_position)| {
@@ -37,11 +37,11 @@ fn rows_of_prompts_are_near_our_own_and_others_are_ours() {
         let shape = AttentionShape { heads: 2 * group, scale: 0.1, sliding_window };
         let queries = random.normals(rows * width, 1.0);
         // Rows of the output are further apart than they are wide.
-        let run = |by: &Attention| {
+        let run = |by: &PagedAttention| {
             let memory = |values: &[f32], stride| {
                 let memory = context.scratch.allocate(size_of_val(values)).unwrap();
                 context.copies.write(memory.pointer, values).unwrap();
-                (Rows { pointer: memory.pointer, rows, width, stride }, memory)
+                (TensorRows { pointer: memory.pointer, rows, width, stride }, memory)
             };
             let (q, _q) = memory(&queries, width);
             let (out, held) = memory(&vec![f32::NAN; rows * (width + 16)], width + 16);
@@ -72,11 +72,11 @@ fn rows_of_prompts_are_near_our_own_and_others_are_ours() {
 #[test]
 fn it_is_tried_out_and_refuses_what_it_cannot_read() {
     let context = Arc::new(Context::open(0).unwrap());
-    let model = |head_dim, block_size, kv| ModelShape { head_dim, block_size, weights: crate::WeightDtype::Bf16, kv };
+    let model = |head_dim, block_size, kv| ModelShape { head_dim, block_size, weights: crate::StorageDtype::Bf16, kv };
     for head_dim in [16, 64, 128, 256] {
-        check(&context, &model(head_dim, 32, KvDtype::Bf16)).unwrap();
+        check(&context, &model(head_dim, 32, StorageDtype::Bf16)).unwrap();
     }
     let refused = |model| check(&context, &model).unwrap_err().to_string();
-    assert!(refused(model(64, 48, KvDtype::Bf16)).contains("--block-size 48 is not a multiple of 32"));
-    assert!(refused(model(64, 32, KvDtype::F32)).contains("--dtype"));
+    assert!(refused(model(64, 48, StorageDtype::Bf16)).contains("--block-size 48 is not a multiple of 32"));
+    assert!(refused(model(64, 32, StorageDtype::F32)).contains("--dtype"));
 }

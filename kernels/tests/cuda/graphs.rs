@@ -1,4 +1,4 @@
-//! Passes that are recorded and repeated: the bits of those that are not, whatever comes between them.
+//! Steps that are captured as CUDA graphs and replayed: they have the bits of eager steps, whatever happens between.
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::mpsc::channel;
@@ -6,8 +6,8 @@ use std::time::Duration;
 
 use candle_core::{Error, Tensor};
 use rollout_kernels::{
-    Activations, AttentionSequence, AttentionShape, Buffer, KvCache, KvDtype, KvLayout, Matrix, MatrixShape, Ops,
-    Padding, RowBits, Step, StepInput, WeightDtype, WeightRows,
+    Activations, AttentionSequence, AttentionShape, DeviceBuffer, HostCollective, KvCache, KvLayout, Matrix,
+    MatrixShape, Ops, Padding, Step, StepInput, StorageDtype, TensorView,
 };
 
 use crate::common::{NOTHING, Random, Rank, cuda, values_of};
@@ -22,7 +22,7 @@ const VOCAB: usize = 50;
 const POSITIONS: usize = 600;
 /// Rows of the buffers: no bucket.
 const MOST_ROWS: usize = 301;
-const PADDING: Padding = Padding { most_rows: MOST_ROWS, vocabulary: VOCAB, kind: None };
+const PADDING: Padding = Padding { most_rows: MOST_ROWS, vocabulary: VOCAB, variant: None };
 /// Sequences, and blocks of each.
 const SEQUENCES: usize = 21;
 const BLOCKS: usize = POSITIONS / BLOCK_SIZE + 1;
@@ -31,7 +31,7 @@ const BLOCKS: usize = POSITIONS / BLOCK_SIZE + 1;
 struct Layer {
     weights: [Matrix; 4],
     table: Matrix,
-    angles: [Buffer; 2],
+    angles: [DeviceBuffer; 2],
     cache: KvCache,
     /// Inputs, queries, keys, values and outputs.
     buffers: [Activations; 5],
@@ -57,11 +57,11 @@ fn sequences(random: &mut Random) -> Vec<Sequence> {
 }
 
 impl Layer {
-    fn new(rank: &Rank, dtype: WeightDtype) -> Self {
+    fn new(rank: &Rank, dtype: StorageDtype) -> Self {
         let mut random = Random::new(7);
         let mut matrix = |n: usize, k: usize| {
             let mut matrix = rank.device.zeros(MatrixShape { dtype, n, k, leaves: 1 }).unwrap();
-            matrix.write_rows(0, WeightRows::F32(&random.normals(n * k, 0.2)));
+            matrix.write_rows(0, TensorView::F32(&random.normals(n * k, 0.2)));
             matrix
         };
         let weights = [WIDTH, KV_WIDTH, KV_WIDTH, WIDTH].map(|n| matrix(n, WIDTH));
@@ -75,7 +75,7 @@ impl Layer {
             block_size: BLOCK_SIZE,
             kv_heads: KV_HEADS,
             head_dim: HEAD_DIM,
-            dtype: if dtype == WeightDtype::Bf16 { KvDtype::Bf16 } else { KvDtype::F32 },
+            dtype: if dtype == StorageDtype::Bf16 { StorageDtype::Bf16 } else { StorageDtype::F32 },
         });
         cache.restore().unwrap();
         let buffers = [WIDTH, WIDTH, KV_WIDTH, KV_WIDTH, WIDTH].map(|width| rank.zeros(MOST_ROWS, width));
@@ -99,14 +99,27 @@ impl Layer {
     }
 }
 
+/// A rank alone, which agrees with itself.
+struct OneRank;
+
+impl HostCollective for OneRank {
+    fn world(&self) -> usize {
+        1
+    }
+
+    fn all_reduce_min(&self, mine: u32) -> u32 {
+        mine
+    }
+}
+
 impl Bench {
-    fn new(dtype: WeightDtype) -> Self {
+    fn new(dtype: StorageDtype) -> Self {
         let rank = cuda().unwrap();
         Self { layer: Layer::new(&rank, dtype), rank }
     }
 
-    /// A pass over further tokens of sequences. `each` is called whenever its operators are.
-    fn pass(&mut self, parts: &[(&Sequence, &[u32])], is_padded: bool, mut each: impl FnMut()) -> Vec<f32> {
+    /// A step over further tokens of sequences. `each` is called whenever its operators are.
+    fn step(&mut self, parts: &[(&Sequence, &[u32])], is_padded: bool, mut each: impl FnMut()) -> Vec<f32> {
         let (mut tokens, mut positions, mut slots, mut all) = (Vec::new(), Vec::new(), Vec::new(), Vec::new());
         for (Sequence { len, table }, next) in parts {
             let (first_row, rows) = (tokens.len(), next.len());
@@ -125,19 +138,19 @@ impl Bench {
             each();
             layer.forward(ops, &step)
         };
-        ops.pass(&step, None, forward).unwrap();
+        ops.capture_or_replay(&step, &OneRank, forward).unwrap();
         values_of(&layer.buffers[1].narrow(0, 0, tokens.len()).unwrap())
     }
 
-    /// As [`Bench::pass`], padded; also whether the operators were called.
+    /// As [`Bench::step`], padded; also whether the operators were called.
     fn padded(&mut self, parts: &[(&Sequence, &[u32])]) -> (Vec<f32>, bool) {
         let mut is_called = false;
-        let out = self.pass(parts, true, || is_called = true);
+        let out = self.step(parts, true, || is_called = true);
         (out, is_called)
     }
 
-    fn plain(&mut self, parts: &[(&Sequence, &[u32])]) -> Vec<f32> {
-        self.pass(parts, false, || ())
+    fn eager(&mut self, parts: &[(&Sequence, &[u32])]) -> Vec<f32> {
+        self.step(parts, false, || ())
     }
 }
 
@@ -149,7 +162,7 @@ fn fill(benches: [&mut Bench; 2], sequences: &mut [Sequence], lengths: &[usize],
         for (sequence, tokens) in sequences.iter().zip(&tokens) {
             for (chunk, i) in tokens.chunks(MOST_ROWS).zip(0..) {
                 let part = Sequence { len: i * MOST_ROWS, ..sequence.clone() };
-                bench.plain(&[(&part, chunk)]);
+                bench.eager(&[(&part, chunk)]);
             }
         }
     }
@@ -157,7 +170,7 @@ fn fill(benches: [&mut Bench; 2], sequences: &mut [Sequence], lengths: &[usize],
 }
 
 /// Two benches, and sequences of which one is about to be longer than a span, and one than two.
-fn start(dtype: WeightDtype, random: &mut Random) -> (Bench, Bench, Vec<Sequence>) {
+fn start(dtype: StorageDtype, random: &mut Random) -> (Bench, Bench, Vec<Sequence>) {
     let (mut ours, mut other) = (Bench::new(dtype), Bench::new(dtype));
     let mut sequences = sequences(random);
     let mut lengths: Vec<usize> = (0..SEQUENCES).map(|_| random.between(1, 40)).collect();
@@ -167,12 +180,12 @@ fn start(dtype: WeightDtype, random: &mut Random) -> (Bench, Bench, Vec<Sequence
 }
 
 #[test]
-fn passes_have_the_bits_of_those_that_are_not_recorded() {
-    for (seed, dtype) in [WeightDtype::Bf16, WeightDtype::F32].into_iter().enumerate() {
+fn replayed_steps_have_the_bits_of_eager_ones() {
+    for (seed, dtype) in [StorageDtype::Bf16, StorageDtype::F32].into_iter().enumerate() {
         let mut random = Random::new(seed as u64);
         let (mut ours, mut other, mut sequences) = start(dtype, &mut random);
-        let (mut repeated, passes) = (0, 60);
-        for pass in 0..passes {
+        let mut replayed = 0;
+        for round in 0..60 {
             // Some batch, several times.
             let mut chosen: Vec<usize> = (0..SEQUENCES).collect();
             random.shuffle(&mut chosen);
@@ -180,26 +193,26 @@ fn passes_have_the_bits_of_those_that_are_not_recorded() {
             for _ in 0..random.between(1, 4) {
                 let tokens: Vec<[u32; 1]> = chosen.iter().map(|_| [random.below(VOCAB) as u32]).collect();
                 let parts: Vec<_> = chosen.iter().zip(&tokens).map(|(i, token)| (&sequences[*i], &token[..])).collect();
-                let expected = other.plain(&parts);
+                let expected = other.eager(&parts);
                 let (found, is_called) = ours.padded(&parts);
-                assert!(found == expected, "seed {seed}, {dtype:?}, pass {pass}: {} rows differ", chosen.len());
-                repeated += usize::from(!is_called);
+                assert!(found == expected, "seed {seed}, {dtype:?}, round {round}: {} rows differ", chosen.len());
+                replayed += usize::from(!is_called);
                 chosen.iter().for_each(|i| sequences[*i].len += 1);
             }
         }
-        println!("{dtype:?}: {repeated} passes were repeated");
-        assert!(repeated > 0);
+        println!("{dtype:?}: {replayed} steps were replayed");
+        assert!(replayed > 0);
     }
 }
 
 #[test]
-fn a_pass_is_made_once_recorded_once_and_then_repeated_until_it_is_forgotten() {
+fn a_shape_runs_eagerly_once_is_captured_once_and_then_replayed_until_graphs_are_dropped() {
     let mut random = Random::new(3);
-    let (mut ours, mut other, mut sequences) = start(WeightDtype::Bf16, &mut random);
+    let (mut ours, mut other, mut sequences) = start(StorageDtype::Bf16, &mut random);
     let mut calls = |ours: &mut Bench, chosen: &[usize], times: usize| -> Vec<bool> {
         let mut one = || {
             let parts: Vec<_> = chosen.iter().map(|i| (&sequences[*i], &[3][..])).collect();
-            let expected = other.plain(&parts);
+            let expected = other.eager(&parts);
             let (found, is_called) = ours.padded(&parts);
             assert!(found == expected, "{chosen:?}");
             chosen.iter().for_each(|i| sequences[*i].len += 1);
@@ -208,12 +221,12 @@ fn a_pass_is_made_once_recorded_once_and_then_repeated_until_it_is_forgotten() {
         (0..times).map(|_| one()).collect()
     };
     assert_eq!(calls(&mut ours, &[4, 5, 6], 4), [true, true, false, false]);
-    assert_eq!(calls(&mut ours, &[7, 8, 9, 10], 1), [false], "as many rows, with those that nobody reads");
+    assert_eq!(calls(&mut ours, &[7, 8, 9, 10], 1), [false], "as many rows, with padding");
     assert_eq!(calls(&mut ours, &[7, 8, 9, 10, 11], 3), [true, true, false]);
     assert_eq!(calls(&mut ours, &[0, 8, 9], 5), [false, false, false, false, false], "one span");
     // The sequence has 255 tokens, and then more than one span.
     assert_eq!(calls(&mut ours, &[0, 8, 9], 5), [false, true, true, false, false], "two spans");
-    ours.rank.ops.forget_passes();
+    ours.rank.ops.drop_graphs();
     assert_eq!(calls(&mut ours, &[4, 5, 6], 3), [true, true, false]);
     ours.rank.ops.release();
     assert_eq!(calls(&mut ours, &[4, 5, 6], 3), [true, true, false], "after memory was given back");
@@ -224,9 +237,9 @@ fn a_pass_is_made_once_recorded_once_and_then_repeated_until_it_is_forgotten() {
 }
 
 #[test]
-fn the_passes_that_were_used_last_are_kept() {
+fn the_graphs_that_were_used_last_are_kept() {
     let rank = cuda().unwrap();
-    let table = rank.device.zeros(MatrixShape { dtype: WeightDtype::F32, n: 4, k: 4, leaves: 1 }).unwrap();
+    let table = rank.device.zeros(MatrixShape { dtype: StorageDtype::F32, n: 4, k: 4, leaves: 1 }).unwrap();
     let out = rank.zeros(1000, 4);
     let is_called = |rows: usize| {
         let tokens = vec![1; rows];
@@ -239,30 +252,30 @@ fn the_passes_that_were_used_last_are_kept() {
             is_called = true;
             rank.ops.embed(&table, 0, &step, &out.narrow(0, 0, step.rows()).unwrap())
         };
-        rank.ops.pass(&step, None, embed).unwrap();
+        rank.ops.capture_or_replay(&step, &OneRank, embed).unwrap();
         is_called
     };
-    for kind in 1..=70 {
-        assert_eq!([(); 3].map(|()| is_called(8 * kind)), [true, true, false], "{kind}");
+    for shape in 1..=70 {
+        assert_eq!([(); 3].map(|()| is_called(8 * shape)), [true, true, false], "{shape}");
         assert!(!is_called(8), "the first is used all the time");
-        is_called(8 * kind);
+        is_called(8 * shape);
     }
     assert!(!is_called(8 * 70) && !is_called(8 * 10), "of the last 64");
-    assert!(is_called(8 * 3), "a kind that was not used for long");
+    assert!(is_called(8 * 3), "a shape that was not used for long");
 }
 
 #[test]
-fn a_repeated_pass_checks_its_step() {
+fn a_replay_checks_its_step() {
     let mut random = Random::new(5);
-    let (mut ours, _, sequences) = start(WeightDtype::Bf16, &mut random);
+    let (mut ours, _, sequences) = start(StorageDtype::Bf16, &mut random);
     let outside = [(SEQUENCES * BLOCKS) as u32; BLOCKS];
     for (table, len) in [(&outside[..], 3), (&sequences[4].table[..1], BLOCK_SIZE)] {
         (0..3).for_each(|_| drop(ours.padded(&[(&sequences[4], &[1])])));
         let all = [AttentionSequence { first_row: 0, rows: 1, start_position: len, block_table: table }];
         let input = StepInput { tokens: &[1], positions: &[0], slots: &[0], sequences: &all, ..NOTHING };
         let step = ours.rank.ops.prepare_padded(input, PADDING).unwrap();
-        let recorded = || -> Result<(), Error> { panic!("the pass is not repeated") };
-        let failed = catch_unwind(AssertUnwindSafe(|| ours.rank.ops.pass(&step, None, recorded)));
+        let captured = || -> Result<(), Error> { panic!("the step is not replayed") };
+        let failed = catch_unwind(AssertUnwindSafe(|| ours.rank.ops.capture_or_replay(&step, &OneRank, captured)));
         let why = failed.expect_err("the step is wrong");
         let why = why.downcast_ref::<String>().expect("a message of the check");
         assert!(why.contains("block"), "{why}");
@@ -270,21 +283,21 @@ fn a_repeated_pass_checks_its_step() {
 }
 
 #[test]
-fn an_error_of_a_pass_is_its_callers() {
+fn an_error_of_a_launch_is_returned_to_the_caller() {
     let rank = cuda().unwrap();
     let sequences = [AttentionSequence { first_row: 0, rows: 1, start_position: 0, block_table: &[0] }];
     let input = StepInput { tokens: &[1], sequences: &sequences, ..NOTHING };
     for _ in 0..4 {
         let step = rank.ops.prepare_padded(input, PADDING).unwrap();
-        let error = rank.ops.pass(&step, None, || Err(Error::Msg("no".into()))).unwrap_err();
+        let error = rank.ops.capture_or_replay(&step, &OneRank, || Err(Error::Msg("no".into()))).unwrap_err();
         assert_eq!(error.to_string(), "no");
     }
 }
 
 #[test]
-fn other_threads_write_weights_while_a_pass_is_recorded() {
+fn other_threads_write_weights_during_a_capture() {
     let mut random = Random::new(6);
-    let (mut ours, mut other, mut sequences) = start(WeightDtype::Bf16, &mut random);
+    let (mut ours, mut other, mut sequences) = start(StorageDtype::Bf16, &mut random);
     // Used by an operator, so that a write waits for them.
     let mut used = ours.rank.device.zeros(ours.layer.weights[0].shape()).unwrap();
     let (x, out) = (ours.rank.zeros(1, WIDTH), ours.rank.zeros(1, WIDTH));
@@ -297,41 +310,41 @@ fn other_threads_write_weights_while_a_pass_is_recorded() {
         scope.spawn(move || {
             for _ in 0..2 {
                 is_now.recv().unwrap();
-                used.write_rows(0, WeightRows::F32(values));
+                used.write_rows(0, TensorView::F32(values));
             }
         });
-        for pass in 0..6 {
+        for round in 0..6 {
             let parts = [(&sequences[4], &[9][..]), (&sequences[5], &[8])];
-            let expected = other.plain(&parts);
-            let found = ours.pass(&parts, true, || {
+            let expected = other.eager(&parts);
+            let found = ours.step(&parts, true, || {
                 now.send(()).unwrap();
                 std::thread::sleep(Duration::from_millis(50));
             });
-            assert!(found == expected, "pass {pass}");
+            assert!(found == expected, "round {round}");
             sequences.iter_mut().for_each(|sequence| sequence.len += usize::from(sequence.len < 100));
         }
     });
     let mut read = vec![0.0; WIDTH * WIDTH];
-    used.read_rows(0, RowBits::F32(&mut read));
+    used.read_f32(0, &mut read);
     let stored: Vec<f32> = values.iter().map(|x| half::bf16::from_f32(*x).to_f32()).collect();
-    assert!(read == stored, "what was written while launches were recorded");
+    assert!(read == stored, "the values that were written during a capture");
 }
 
 #[test]
-fn a_device_is_opened_while_a_pass_is_recorded() {
+fn a_device_is_opened_during_a_capture() {
     let mut random = Random::new(8);
-    let (mut ours, mut other, sequences) = start(WeightDtype::F32, &mut random);
+    let (mut ours, mut other, sequences) = start(StorageDtype::F32, &mut random);
     let (now, is_now) = channel();
     let opening = std::thread::spawn(move || is_now.iter().inspect(|()| drop(cuda().unwrap())).count());
-    for pass in 0..4 {
+    for round in 0..4 {
         let parts = [(&sequences[4], &[9][..])];
-        let expected = other.plain(&parts);
-        let found = ours.pass(&parts, true, || {
+        let expected = other.eager(&parts);
+        let found = ours.step(&parts, true, || {
             now.send(()).unwrap();
             std::thread::sleep(Duration::from_millis(50));
         });
-        assert!(found == expected, "pass {pass}");
+        assert!(found == expected, "round {round}");
     }
     drop(now);
-    assert_eq!(opening.join().unwrap(), 2, "made once and recorded once");
+    assert_eq!(opening.join().unwrap(), 2, "eager once and captured once");
 }

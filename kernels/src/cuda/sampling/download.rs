@@ -10,27 +10,27 @@ use candle_core::cuda_backend::cudarc::driver::{CudaEvent, CudaStream, DeviceRep
 use super::super::pinned::HostMemory;
 
 /// Pinned memory of the host that is lent for one copy at a time, and kept.
-pub(super) struct Landings<T> {
+pub(super) struct DownloadPool<T> {
     stream: Arc<CudaStream>,
-    free: RefCell<Vec<Buffer<T>>>,
+    free: RefCell<Vec<DownloadBuffer<T>>>,
     lent: Cell<usize>,
 }
 
-struct Buffer<T> {
+struct DownloadBuffer<T> {
     memory: HostMemory<T>,
     /// Recorded behind the last copy to it.
     copied: CudaEvent,
 }
 
 /// Values that the device may still be copying.
-pub(super) struct Landing<'a, T: DeviceRepr + ValidAsZeroBits + Default + Clone> {
-    of: &'a Landings<T>,
+pub(super) struct Download<'a, T: DeviceRepr + ValidAsZeroBits + Default + Clone> {
+    of: &'a DownloadPool<T>,
     /// Taken when it is dropped.
-    buffer: Option<Buffer<T>>,
+    buffer: Option<DownloadBuffer<T>>,
     len: usize,
 }
 
-impl<T: DeviceRepr + ValidAsZeroBits + Default + Clone> Landings<T> {
+impl<T: DeviceRepr + ValidAsZeroBits + Default + Clone> DownloadPool<T> {
     pub fn new(stream: &Arc<CudaStream>) -> Self {
         Self { stream: stream.clone(), free: RefCell::default(), lent: Cell::new(0) }
     }
@@ -41,8 +41,8 @@ impl<T: DeviceRepr + ValidAsZeroBits + Default + Clone> Landings<T> {
     }
 
     /// Lends memory for `len` values.
-    pub fn take(&self, len: usize) -> Result<Landing<'_, T>> {
-        let fits = |buffer: &Buffer<T>| buffer.memory.len() >= len;
+    pub fn take(&self, len: usize) -> Result<Download<'_, T>> {
+        let fits = |buffer: &DownloadBuffer<T>| buffer.memory.len() >= len;
         let mut free = self.free.borrow_mut();
         let buffer = match free.iter().position(fits) {
             Some(i) => free.swap_remove(i),
@@ -50,11 +50,11 @@ impl<T: DeviceRepr + ValidAsZeroBits + Default + Clone> Landings<T> {
                 free.pop(); // too small: the new one takes its place
                 let context = self.stream.context();
                 let memory = HostMemory::new(context, len.next_power_of_two()).w()?;
-                Buffer { memory, copied: context.new_event(None).w()? }
+                DownloadBuffer { memory, copied: context.new_event(None).w()? }
             }
         };
         self.lent.set(self.lent.get() + 1);
-        Ok(Landing { of: self, buffer: Some(buffer), len })
+        Ok(Download { of: self, buffer: Some(buffer), len })
     }
 
     /// Starts to copy from the device, after what the stream has been given before.
@@ -72,7 +72,7 @@ impl<T: DeviceRepr + ValidAsZeroBits + Default + Clone> Landings<T> {
     }
 }
 
-impl<T: DeviceRepr + ValidAsZeroBits + Default + Clone> Landing<'_, T> {
+impl<T: DeviceRepr + ValidAsZeroBits + Default + Clone> Download<'_, T> {
     /// The places of runs of `len` values each.
     pub fn places(&mut self, len: usize) -> impl Iterator<Item = &mut [T]> {
         let buffer = self.buffer.as_mut().expect("until it is dropped");
@@ -91,12 +91,12 @@ impl<T: DeviceRepr + ValidAsZeroBits + Default + Clone> Landing<'_, T> {
         Ok(&self.buffer().memory.as_slice().w()?[..self.len])
     }
 
-    fn buffer(&self) -> &Buffer<T> {
+    fn buffer(&self) -> &DownloadBuffer<T> {
         self.buffer.as_ref().expect("until it is dropped")
     }
 }
 
-impl<T: DeviceRepr + ValidAsZeroBits + Default + Clone> Drop for Landing<'_, T> {
+impl<T: DeviceRepr + ValidAsZeroBits + Default + Clone> Drop for Download<'_, T> {
     /// Nothing may be copied to memory that is lent again, or given back: an unread landing waits here.
     fn drop(&mut self) {
         let buffer = self.buffer.take().expect("dropped once");
