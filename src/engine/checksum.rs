@@ -73,7 +73,7 @@ impl Checksums {
         let unknown: Vec<_> = names.iter().filter(|name| core.parameters.get(name).is_none()).collect();
         if !unknown.is_empty() {
             let (shown, count) = (&unknown[..unknown.len().min(8)], unknown.len());
-            let message = format!("{count} are no parameters of the model: {shown:?}; see ListParameters");
+            let message = format!("{count} names are not parameters of the model: {shown:?}; see ListParameters");
             return Err(Error::invalid("names", message));
         }
         let wanted: HashSet<_> = names.iter().collect();

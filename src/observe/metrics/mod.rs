@@ -1,8 +1,9 @@
 //! The numbers for Prometheus. Their names, types and meanings are in `docs/observability.md`; those that vLLM has too
 //! have its names, with `rollout:` before them.
 //!
-//! prometheus-client is not used: it writes OpenMetrics only, and a lock is in its histograms, which the engine's
-//! thread would take for every token.
+//! The crate prometheus-client writes only OpenMetrics, with other names for counters, and the engine's thread would
+//! take a lock in its histograms for every token. metrics-exporter-prometheus allocates for every value of a histogram
+//! until the next scrape.
 
 mod calls;
 mod exposition;
