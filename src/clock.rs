@@ -1,4 +1,4 @@
-//! The clock that the engine reads: the system's, or one that a simulation moves.
+//! The clock that the engine reads: the system's, or one that a simulation advances.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -10,7 +10,7 @@ pub enum Clock {
     /// The system's monotonic clock.
     #[default]
     System,
-    /// A clock that stands still between two calls of [`VirtualClock::advance`].
+    /// A clock that stands still between calls of [`VirtualClock::advance`].
     Virtual(VirtualClock),
 }
 
@@ -22,7 +22,7 @@ impl Clock {
         }
     }
 
-    /// Time since `then`; zero if that is still to come.
+    /// Time since `then`; zero if `then` is in the future.
     pub fn since(&self, then: Instant) -> Duration {
         self.now().saturating_duration_since(then)
     }

@@ -1,4 +1,4 @@
-//! The server's one configuration: command line and environment variables, checked once and passed on as structs.
+//! The server's only configuration: command line and environment variables, checked once and passed on as structs.
 
 use std::path::PathBuf;
 

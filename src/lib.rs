@@ -1,7 +1,7 @@
 //! rollout-server: a rollout inference server for RL fine-tuning.
 //!
-//! This page is the architecture: how a request travels, how a policy changes, which layer knows what, and what always
-//! holds.
+//! This page is the architecture: how a request travels, how a policy changes, what each layer knows, and which
+//! invariants hold.
 //!
 //! # How a request travels
 //!
@@ -12,68 +12,67 @@
 //!                      └──────Event───────┘ <──StepOutput──────┘
 //! ```
 //!
-//! 1. [`server`] parses the request into valid types at the door (`server::convert`) and sends a [`engine::Command`].
-//!    It has two doors, `server::grpc` and `server::http`. An HTTP body becomes the protobuf message that gRPC's
-//!    clients send, so that every check and default is there once; each door makes its own answers of the engine's
-//!    events.
+//! 1. [`server`] parses the request into valid types (`server::convert`) and sends an [`engine::Command`]. It has two
+//!    doors, `server::grpc` and `server::http`. An HTTP body is converted to the protobuf message that gRPC clients
+//!    send, so that every check and default exists once. Each door turns the engine's events into its own replies.
 //! 2. [`engine`] adds each prompt with its samples as a group to the [`scheduler`].
 //! 3. Each `step()`: `schedule → launch → collect → update`. The scheduler decides, as plain data (a
 //!    [`types::StepPlan`]), which tokens of which sequences run; the [`executor`]'s ranks run them and sample; the
-//!    scheduler takes note. The engine emits the events of a step while the ranks compute the next one.
-//! 4. A sample ends by a stop rule, by a stop string, by abort or because its client is gone. Its blocks go back at
-//!    once. When all samples of a request have ended it gets its one terminal event.
+//!    scheduler records the tokens. The engine emits the events of a step while the ranks compute the next one.
+//! 4. A stop rule, a stop string, an abort or a disconnect of the client ends a sample. Its blocks are freed at once.
+//!    When all samples of a request have ended, the request gets its one terminal event.
 //!
 //! # How a policy changes
 //!
-//! A push is a transaction: the [`engine`] reserves its memory, [`weights`]' `Receiver` takes and verifies it beside
-//! the weights that serve while generation goes on, and at its commit the engine gives the [`executor`] one order
-//! between two steps. The request's `RunningPolicy` says what becomes of requests that run. What is merged is merged
-//! into the base, never on top of the last adapter. Pause, sleep and wake are states of the engine; [`engine`] says
-//! which command is taken in which.
+//! A push is a transaction: the [`engine`] reserves its memory, and the `Receiver` of [`weights`] receives and verifies
+//! it beside the serving weights while generation keeps running. At the commit, the engine gives the [`executor`] one
+//! order between two steps. The push's `RunningPolicy` says how it treats running requests. A LoRA is merged into the
+//! base, never on top of the last adapter. Pause, sleep and wake change the state of the engine; [`engine`] says which
+//! state allows which command.
 //!
 //! # Four walks
 //!
-//! Each goes straight down through the layers. A line names the function and, where its module does not tell, the file.
+//! Each walk goes down through the layers. A line names the function and, if its module does not suggest it, the file.
 //!
 //! A request, from the door to the sampler and back:
 //!
 //! ```text
-//! server    grpc::rollout            generate: deadline, and an end when the client vanishes
-//!           convert::generate        the message becomes a valid request, its texts token ids
-//! engine    receive (admission.rs)   accepted, or held while the server is paused or the policy is too old
-//! scheduler schedule                 a StepPlan; prefix blocks are hashed in cache::hash and found in cache::manager
-//! executor  Ranks::launch            every rank gets the plan
-//!           ModelRunner::run         FlatBatch: rows, positions, slots, tasks; Ops::prepare makes one Step of them
-//! model     Decoder::forward         layer by layer in Ops: embed, linear, rope, write_kv, paged_attention
-//!           Decoder::logits          of the rows that have tasks
-//! kernels   Ops::sample              a token and both log-probabilities for each task, read once when all are sampled
-//! scheduler update                   takes note of the tokens, finishes samples, gives blocks back
-//! engine    emit                     events to the request's stream, with the text that the tokens make (text.rs)
+//! server    grpc::rollout            generate: sets the deadline, and ends the request if the client disconnects
+//!           convert::generate        turns the message into a valid request, and its texts into token ids
+//! engine    receive (admission.rs)   accepts, or holds while the server is paused or the policy is too old
+//! scheduler schedule                 makes a StepPlan; cache::hash hashes prefix blocks, cache::manager finds them
+//! executor  Ranks::launch            gives every rank the plan
+//!           ModelRunner::run         makes a FlatBatch (rows, positions, slots, tasks), and Ops::prepare a Step of it
+//! model     Decoder::forward         calls Ops layer by layer: embed, linear, rope, write_kv, paged_attention
+//!           Decoder::logits          computes the logits of the rows that have tasks
+//! kernels   Ops::sample              samples a token with both log-probabilities for each task; one read returns all
+//! scheduler update                   records the tokens, finishes samples, frees blocks
+//! engine    emit                     sends events to the request's stream, with the text of the tokens (text.rs)
 //! ```
 //!
 //! A pushed LoRA tensor, to the matrix:
 //!
 //! ```text
-//! server    grpc::weights            Update: chunks as they arrive
+//! server    grpc::weights            Update: receives chunks
 //! weights   push::Receiver::write    Receipt::gather keeps the tensor and verifies it (push::verify)
 //!           push::Receiver::finish   PushedAdapter::build: an Adapter, one WeightChange for each parameter
 //! engine    apply_lora (update.rs)   WeightOrder::Merge between two steps
-//! executor  RankWeights::merge       every parameter that the old or the new adapter touches
-//!           LocalParameter::merge    the base: the checkpoint, or the copy of what a push has replaced
+//! executor  RankWeights::merge       changes every parameter that the old or the new adapter touches
+//!           LocalParameter::merge    reads the base: the checkpoint, or the copy that a push made
 //! kernels   Ops::merge_rows          base + scaling * b a, rounded once, written to the matrix (cpu/merge.rs)
 //! ```
 //!
 //! A tensor of a full push, to the matrix:
 //!
 //! ```text
-//! engine    begin (update.rs)        Executor::shadow_weights: storage of the serving weights' shapes beside them
-//! server    grpc::weights            Update: chunks as they arrive
-//! weights   push::Receiver::write    Receipt::stream: rows in order, digested and checked on the way (push::verify)
-//!           ShadowTensor::write_rows each rank's part of the rows
-//! kernels   Matrix::write_columns    packed as the device stores it
-//! weights   push::Receiver::finish   every tensor is whole and verified
+//! engine    begin (update.rs)        Executor::shadow_weights: allocates storage in the shapes of the serving weights
+//! server    grpc::weights            Update: receives chunks
+//! weights   push::Receiver::write    Receipt::stream: takes rows in order, digests and checks them (push::verify)
+//!           ShadowTensor::write_rows writes each rank's part of the rows
+//! kernels   Matrix::write_columns    packs them in the device's layout
+//! weights   push::Receiver::finish   checks that every tensor is complete and verified
 //! engine    apply_packed             Executor::exchange between two steps
-//! executor  RankWeights::exchange    the shadow's matrices serve, those that served are the next push's shadow
+//! executor  RankWeights::exchange    swaps: the shadow serves, and the old weights are the next push's shadow
 //! ```
 //!
 //! A sleep, to the freed memory:
@@ -81,11 +80,11 @@
 //! ```text
 //! server    grpc::control            Sleep
 //! engine    sleep (sleep.rs)         waits for requests, ends or keeps them; then releases in this order:
-//! executor  Ranks::release           KV cache, then workspace; the devices measure what they have back
-//!           Ranks::discard           the storage that the last full push left
-//!           Ranks::release           weights
-//! kernels   KvCache, Matrix::release the memory goes back to the system; restore takes it again at Wake
-//! engine    sleep (sleep.rs)         the ledger is lowered, and the reply says what was measured
+//! executor  Ranks::release           releases KV cache, then workspace; the devices measure the freed bytes
+//!           Ranks::discard           drops the storage that the last full push left
+//!           Ranks::release           releases the weights
+//! kernels   KvCache, Matrix::release returns the memory to the system; restore takes it back at Wake
+//! engine    sleep (sleep.rs)         lowers the ledger, and replies with the measured bytes
 //! ```
 //!
 //! # Layers
@@ -98,16 +97,16 @@
 //! ```
 //!
 //! The crate [`rollout_kernels`] below all of them holds the devices: a closed set of backends behind one set of types,
-//! `Device`, `Ops`, `Matrix`, `KvCache` and `DeviceBuffer`. No file here names a device. [`profile`] sums the
-//! trace-level spans of both crates. No two files name each other in a circle.
+//! `Device`, `Ops`, `Matrix`, `KvCache` and `Buffer`. No file in this crate names a device. [`profile`] sums the
+//! trace-level spans of both crates. Files do not depend on each other in circles.
 //!
 //! # How it is simulated
 //!
-//! The engine takes two things from outside: the time, from a [`clock::Clock`], and commands, whose answers and events
-//! leave through closures. [`engine::Engine::turn`] is one iteration of its loop and never blocks. `tests/simulation`
-//! runs the engine and the layers below it in one thread on a virtual clock, with random clients and faults, and
-//! asserts the invariants after every turn ([`engine::Engine::check_integrity`]). It leaves out grammars, whose slow
-//! masks are computed on a thread of their own ([`grammar::MaskQueue`]).
+//! The engine has two inputs: the time, from a [`clock::Clock`], and commands, whose replies and events leave through
+//! closures. [`engine::Engine::turn`] is one iteration of its loop and never blocks. `tests/simulation` runs the engine
+//! and the layers below it in one thread on a virtual clock, with random clients and faults, and asserts the invariants
+//! after every turn ([`engine::Engine::check_integrity`]). The simulation omits grammars, because a separate thread
+//! computes their slow masks ([`grammar::MaskQueue`]).
 //!
 //! # Invariants
 //!
@@ -119,25 +118,25 @@
 //! 4. A parameter is named and carries its own shard rule; every way to set it goes through `ShardRule::slice`.
 //! 5. No lock, static or global holds serving state: the engine thread owns all of it. Only [`config`] reads the
 //!    environment.
-//! 6. A request gets exactly one terminal event; its blocks go back even if its client vanishes.
+//! 6. A request gets exactly one terminal event, and its blocks are freed even if its client disconnects.
 //! 7. KV computed under one policy can be found only by that policy: the hash chain of the prefix cache starts from the
 //!    policy's epoch, a number that is never used twice (its version may be), and the resident adapter's generation.
 //! 8. A sequence's tokens and log-probabilities are the same bits alone or in any batch, with whole or chunked prefill,
 //!    cache hit or miss, preempted or not, with drafts or without, sampled or scored, and for `--tp` 1, 2 and 4 where
 //!    the split reductions (attention width, intermediate size) are multiples of 8: every kernel's reduction order
 //!    depends on nothing but the row's own inputs.
-//! 9. A sample depends only on (seed, prompt, sampling parameters, weights), never on what else runs.
+//! 9. A sample depends only on (seed, prompt, sampling parameters, weights), never on other requests.
 //! 10. Every large allocation is a reservation in the [`memory::MemoryBudget`] before it is made.
 //! 11. Each queue has a limit, with its reason beside it.
-//! 12. No request ends the process: a panic while one is answered ends that one. What a panic in a step leaves half
-//!     done is used by all requests, and ends the process.
-//! 13. What a client makes the server hold (its messages as they arrive, texts that are encoded, tokens and texts of
-//!     its samples, replies that it has not read) is counted in [`memory::Traffic`], below the ledger's entry for it,
-//!     before it is held; a request whose reader lags is suspended.
-//! 14. The weights change only between two steps, and only by an order that was checked before: until then a push has
-//!     touched nothing but the ledger (in place: from its first write on the weights are missing, and nothing steps).
-//! 15. Where there is a token file, a call's token is checked before any of its message is received, by one table of
-//!     roles for each door; a method or route without a role fails a test.
+//! 12. No request ends the process: a panic while a request is answered ends that request only. A panic in a step ends
+//!     the process, because all requests use the state that it leaves half changed.
+//! 13. All bytes that a client makes the server hold (messages as they arrive, texts to encode, tokens and texts of
+//!     samples, unread replies) are counted in [`memory::Traffic`] before they are held, within the ledger's entry for
+//!     traffic. A request whose reader lags is suspended.
+//! 14. The weights change only between two steps, and only by an order that was checked before. Until then a push has
+//!     changed nothing but the ledger. (In place: from the first write on, the weights are missing and nothing steps.)
+//! 15. If there is a token file, a call's token is checked before any of its message is received, by one table of roles
+//!     for each of gRPC and HTTP. A method or route without a role fails a test.
 
 pub mod cache;
 pub mod clock;

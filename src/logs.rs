@@ -2,8 +2,8 @@
 //!
 //! A process that starts the server with a pipe for its standard error and never reads it would otherwise stop every
 //! thread that logs, once the pipe's 64 KiB are full. Here lines are queued; when the queue is full, lines are dropped
-//! and counted. (`tracing-appender` does the same with a limit in lines instead of bytes, and does not log how many
-//! lines are missing.)
+//! and counted. (`tracing-appender` limits the queue in lines instead of bytes, does not log how many lines are
+//! missing, and cannot wait for the queue when a panic of a rank ends the process.)
 
 use std::backtrace::{Backtrace, BacktraceStatus};
 use std::io::Write;
@@ -16,14 +16,13 @@ use tracing_subscriber::fmt::MakeWriter;
 
 use crate::error::{Error, Result};
 
-/// Most bytes of queued lines: some 40,000 lines, which a busy server logs at level debug while its reader is away for
-/// a few seconds.
+/// Most bytes of queued lines: about 40,000 lines, which a busy server logs at level debug within a few seconds.
 const MAX_QUEUED_BYTES: usize = 8 << 20;
 /// How long the end of the process waits for queued lines to be written.
 const FLUSH: Duration = Duration::from_secs(1);
 /// How long a panicking thread waits for queued lines to be written.
 const PANIC_FLUSH: Duration = Duration::from_millis(200);
-/// Pause between two looks at whether all queued lines have been written.
+/// Pause between two checks whether all queued lines have been written.
 const FLUSH_POLL: Duration = Duration::from_millis(1);
 
 /// Queues log lines for the writing thread, without ever waiting for it. Cheap to clone.
@@ -117,7 +116,7 @@ impl Write for Line<'_> {
     }
 }
 
-/// Waits on drop, for at most a second, until all queued lines are written, however the main thread ends.
+/// On drop, waits at most a second until all queued lines are written, however the main thread ends.
 pub struct FlushOnDrop(pub LogWriter);
 
 impl Drop for FlushOnDrop {

@@ -30,7 +30,7 @@ fn main() -> ExitCode {
             return ExitCode::FAILURE;
         }
     };
-    // From here on only the writer's thread writes to standard error, because the pipe's reader may hang.
+    // From here on only the writer's thread writes to standard error, because the reader of a pipe may hang.
     let _flush = FlushOnDrop(logs.clone());
     let result = init_logs(&config, &logs).and_then(|profile| {
         let result = run(config, profile.clone(), &logs);
@@ -62,7 +62,7 @@ fn run(config: Config, profile: Option<Profile>, logs: &LogWriter) -> Result<()>
         shutdown_grace: Duration::from_secs(config.shutdown_grace_seconds),
         security: security(&config),
     })?;
-    // Opens the file that the measurement reads now, while there are descriptors left.
+    // Opens the file that measures resident memory now, while descriptors are left.
     let _ = resident_bytes();
     let (handle, orders) = shutdown_channel();
     let (thread_sender, engine_thread) = std::sync::mpsc::channel();

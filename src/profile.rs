@@ -1,9 +1,9 @@
-//! The profile of `--profile`: where a step's time goes, measured from the trace-level spans of our own crates.
+//! The profile of `--profile`: the time of each part of a step, measured from the trace-level spans of our own crates.
 //!
-//! A span measures the time of the thread that opened it. Operators' spans are opened by their rank's thread and closed
-//! when the last thread of its pool has finished, so they measure wall time. [`Spans`] adds each span to its parent
-//! when it closes. A root span's tree goes to one collecting thread, so that a step costs one message. Without
-//! `--profile` [`Spans`] is not installed, and a span costs the comparison of two levels.
+//! A span measures the time of the thread that opened it. A rank's thread opens an operator's span and closes it when
+//! the last thread of its pool has finished, so it measures wall time. [`Spans`] adds each span to its parent when it
+//! closes. A root span's tree goes to one collecting thread, so that a step costs one message. Without `--profile`
+//! [`Spans`] is not installed, and a span costs the comparison of two levels.
 
 use std::fmt::Write as _;
 use std::sync::mpsc::{Receiver, Sender, channel};
@@ -19,10 +19,10 @@ use tracing_subscriber::registry::LookupSpan;
 
 use crate::error::{Error, Result};
 
-/// Name of the root span of the engine's thread. Shares in the report are shares of its time.
+/// Name of the root span of the engine's thread. The report gives shares of its time.
 const STEP: &str = "step";
 
-/// Numbers that tell a span from others of its name, such as the rows and columns of a matrix.
+/// Numbers that distinguish spans of the same name, such as the rows and columns of a matrix.
 type Shape = [Option<u64>; 2];
 
 /// Makes a layer that measures the spans of our crates, and the handle that reports them.
@@ -64,7 +64,7 @@ impl Profile {
 }
 
 enum Message {
-    /// A span without a parent has closed; its tree of spans.
+    /// The tree of a closed span that has no parent.
     Root(Node),
     Report(Sender<String>),
 }
@@ -77,7 +77,7 @@ fn collect(messages: &Receiver<Message>) {
             Message::Report(reply) => {
                 let table = table(std::mem::take(&mut roots), since.elapsed());
                 since = Instant::now();
-                // The thread that asked for the report may have gone.
+                // The thread that requested the report may be gone.
                 let _ = reply.send(table);
             }
         }
@@ -172,7 +172,7 @@ where
                     absorb(&mut open.node.children, node);
                 }
             }
-            // Sending fails only when the process ends and the collector has gone.
+            // Sending fails only when the process ends and the collector is gone.
             None => drop(self.sender.send(Message::Root(node))),
         }
     }

@@ -1,4 +1,4 @@
-//! For how long a push has been idle.
+//! Measures for how long a push has been idle.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
@@ -6,8 +6,7 @@ use std::time::{Duration, Instant};
 
 use crate::clock::Clock;
 
-/// When a push last showed a sign of life: bytes that arrived, or work that the server did for it. Clones share the
-/// time.
+/// Time of the last sign of life of a push: bytes that arrived, or work that the server did for it. Clones share it.
 #[derive(Clone, Debug)]
 pub struct Activity(Arc<ActivityState>);
 
@@ -17,7 +16,7 @@ struct ActivityState {
     since: Instant,
     /// The last sign of life, in milliseconds after `since`.
     last: AtomicU64,
-    /// [`BusyGuard`]s that live.
+    /// Number of live [`BusyGuard`]s.
     busy: AtomicUsize,
 }
 
@@ -27,7 +26,7 @@ impl Activity {
         Self::by(Clock::System)
     }
 
-    /// Starts with a sign of life now, by another clock than the system's.
+    /// Starts with a sign of life now, measured by `clock`.
     pub fn by(clock: Clock) -> Self {
         let (last, busy) = (AtomicU64::new(0), AtomicUsize::new(0));
         Self(Arc::new(ActivityState { since: clock.now(), clock, last, busy }))
@@ -39,7 +38,7 @@ impl Activity {
         self.0.last.fetch_max(now, Ordering::Relaxed);
     }
 
-    /// The server works for the push until the guard is dropped; the push is not idle meanwhile.
+    /// Notes that the server works for the push until the guard is dropped. The push is not idle meanwhile.
     pub fn busy(&self) -> BusyGuard {
         self.0.busy.fetch_add(1, Ordering::AcqRel);
         BusyGuard(self.clone())
@@ -54,7 +53,7 @@ impl Activity {
     }
 }
 
-/// Marks that the server works for a push. Its end is a sign of life.
+/// Marks that the server works for a push. Dropping it is a sign of life.
 pub struct BusyGuard(Activity);
 
 impl Drop for BusyGuard {

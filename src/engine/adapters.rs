@@ -9,7 +9,7 @@ use crate::error::{Error, Result};
 use crate::executor::{Executor, WeightOrder};
 use crate::weights::Adapter;
 
-/// The resident adapters of all ranks. Each accepted request that uses one holds a lease of it.
+/// The resident adapters of all ranks. Each accepted request that uses an adapter holds a lease on it.
 pub(super) struct Adapters {
     max_adapters: usize,
     max_rank: usize,
@@ -22,9 +22,10 @@ struct Resident {
     generation: u64,
     rank: usize,
     bytes: u64,
-    /// Whether it was replaced or removed: requests can't name it, and it is dropped with its last lease.
+    /// Whether it was replaced or removed. Requests cannot name a retired adapter, and it is dropped with its last
+    /// lease.
     is_retired: bool,
-    /// Callers of `RemoveAdapter`, who wait for its last lease to end.
+    /// Callers of `RemoveAdapter`, which wait for its last lease to end.
     removals: Vec<(CancelFlag, Reply<Result<u64>>)>,
 }
 
@@ -68,7 +69,7 @@ impl Adapters {
     pub fn check_target<X: Executor>(&self, core: &EngineCore<X>, target: &AdapterTarget) -> Result<()> {
         let old = self.named(&target.name).map_or(0, |old| old.generation);
         check_generation(&target.name, old, target.expected_generation)?;
-        // The adapter that has the name makes room if no request uses it.
+        // The adapter that has the name frees its slot if no request uses it.
         let occupied = self.resident.len() - usize::from(old != 0 && core.leases(old) == 0);
         if occupied >= self.max_adapters {
             return Err(Error::ResourceExhausted(format!(
@@ -89,8 +90,8 @@ impl Adapters {
         Ok(())
     }
 
-    /// Makes an adapter resident and returns its generation. An adapter that had its name is dropped with its last
-    /// lease, even if the device then turns out to have no memory for the new one.
+    /// Makes an adapter resident and returns its generation. An adapter that had its name retires, even if the device
+    /// then has no memory for the new one.
     pub fn add<X: Executor>(
         &mut self,
         core: &mut EngineCore<X>,
@@ -104,7 +105,7 @@ impl Adapters {
         self.drop_unused(core).map_err(Failure::Fatal)?;
         match core.executor.write(WeightOrder::AddAdapter { generation, adapter }) {
             Err(error @ Error::ResourceExhausted(_)) => {
-                // Other ranks may have had the memory.
+                // Other ranks may have loaded the adapter.
                 self.retire(&target.name);
                 self.drop_unused(core).map_err(Failure::Fatal)?;
                 Err(Failure::Refused(error))
@@ -113,7 +114,7 @@ impl Adapters {
         }
     }
 
-    /// Retires an adapter. The caller is answered when it has been dropped.
+    /// Retires an adapter. The caller gets the reply when the adapter has been dropped.
     pub fn remove<X: Executor>(
         &mut self,
         core: &EngineCore<X>,
@@ -132,7 +133,7 @@ impl Adapters {
         }
     }
 
-    /// Frees the memory of retired adapters that no request uses, and answers the callers that wait for that.
+    /// Frees the memory of retired adapters that no request uses, and answers the callers that wait for it.
     ///
     /// # Errors
     /// If the executor fails.
@@ -149,7 +150,7 @@ impl Adapters {
         Ok(())
     }
 
-    /// Frees the memory of all adapters. No request may use one.
+    /// Frees the memory of all adapters. No request may be using one.
     pub fn drop_all<X: Executor>(&mut self, core: &mut EngineCore<X>) -> Attempt<()> {
         self.resident.iter_mut().for_each(|adapter| adapter.is_retired = true);
         self.drop_unused(core).map_err(Failure::Fatal)
@@ -172,7 +173,7 @@ impl Adapters {
         Some(found)
     }
 
-    /// Drops callers of `RemoveAdapter` that are gone. Their adapters are removed nevertheless.
+    /// Drops callers of `RemoveAdapter` that are gone. Their adapters are still removed.
     pub fn drop_cancelled(&mut self) {
         for resident in &mut self.resident {
             resident.removals.retain(|(cancel, _)| !cancel.is_cancelled());
@@ -221,7 +222,7 @@ impl Adapters {
 }
 
 impl Resident {
-    /// Whether requests can use it by this name.
+    /// Whether requests can use the adapter by this name.
     fn is_named(&self, name: &str) -> bool {
         self.name == name && !self.is_retired
     }

@@ -1,5 +1,5 @@
-//! Admission: whether a request is accepted, held or rejected, and how requests end at the wish of their clients.
-//! Backpressure: accepted requests whose readers lag are suspended.
+//! Admission: accepts, holds or rejects requests, and ends them when their clients ask for it. Backpressure: suspends
+//! accepted requests whose readers lag.
 
 use std::sync::Arc;
 
@@ -20,7 +20,7 @@ use crate::types::{Owner, RequestKey};
 /// a newer policy.
 pub(super) struct Admission {
     held: Requests,
-    /// The last key that a request was given.
+    /// The key of the last request.
     last_key: u64,
     /// Makes the text of samples, for replies and for stop strings; `None` for a model without a tokenizer.
     tokenizer: Option<Arc<Tokenizer>>,
@@ -96,7 +96,7 @@ impl Admission {
     /// Ends held requests whose clients are gone or whose time is up.
     pub fn drop_cancelled<X: Executor>(&mut self, core: &mut EngineCore<X>) {
         for key in self.held.keys(|_, request| request.cancel().is_expired()) {
-            // It ends as an accepted one does, with samples that have no tokens.
+            // It ends like an accepted request, with samples that have no tokens.
             let mut request = self.held.remove(key).expect("its key was just found");
             request.accept(key, CacheSalt { epoch: core.policy.epoch(), adapter: None }, self.tokenizer.as_ref());
             core.close(key, request, Ending::Aborted);
@@ -106,7 +106,7 @@ impl Admission {
         }
     }
 
-    /// Ends requests by their ids, accepted and held ones; with an owner only that owner's.
+    /// Ends accepted and held requests by their ids; with an owner, only that owner's.
     pub fn abort<X: Executor>(
         &mut self,
         core: &mut EngineCore<X>,
@@ -141,7 +141,7 @@ impl Admission {
         }
     }
 
-    /// At most so many of the requests that have not ended: the accepted ones, then those that are held, the oldest of
+    /// At most `most` of the requests that have not ended: first the accepted ones, then the held ones, the oldest of
     /// each first.
     pub fn list<X: Executor>(&self, core: &EngineCore<X>, most: usize) -> RequestList {
         let now = core.clock.now();
@@ -160,14 +160,14 @@ impl Admission {
     }
 }
 
-/// Whether the request asks for a newer policy than the one that serves. A request that asks for exactly one version
-/// does not wait: it is checked when it is accepted.
+/// Whether the request asks for a newer policy than the serving one. A request that asks for exactly one version does
+/// not wait: its version is checked when it is accepted.
 fn wants_newer<X: Executor>(core: &EngineCore<X>, request: &RequestState) -> bool {
     let ValidRequest { if_weight_version, min_weight_version, .. } = request.request();
     if_weight_version.is_none() && min_weight_version.is_some_and(|version| version > core.policy.version())
 }
 
-/// Checks that the request asks for the policy that serves, and returns the generation of the adapter it names.
+/// Checks that the request allows the serving policy, and returns the generation of the adapter that it names.
 fn check_policy<X: Executor>(core: &EngineCore<X>, adapters: &Adapters, request: &ValidRequest) -> Result<Option<u64>> {
     let have = core.policy.version();
     if let Some(wanted) = request.if_weight_version.filter(|&wanted| wanted != have) {
@@ -179,17 +179,17 @@ fn check_policy<X: Executor>(core: &EngineCore<X>, adapters: &Adapters, request:
 }
 
 /// Suspends the accepted requests whose readers lag, and resumes those whose readers have caught up. If memory for
-/// requests is tight, only the oldest request whose reader keeps up runs, so that it can finish and free what it holds.
-/// If none is left, the request that holds most is ended.
+/// requests is tight, only the oldest request whose reader keeps up runs, so that it can finish and free its memory. If
+/// all readers lag, the request that holds the most bytes is ended.
 ///
-/// Every suspended request is resumed: at least one runs while any reader keeps up, and the reader of a request that
-/// lags wakes the engine when it has caught up.
+/// Every suspended request is resumed eventually: at least one request runs while any reader keeps up, and a lagging
+/// reader wakes the engine when it has caught up.
 pub(super) fn suspend_laggards<X: Executor>(core: &mut EngineCore<X>) {
     if core.traffic.level() == Level::Full {
         end_largest(core);
     }
     if core.traffic.level() == Level::Free {
-        // This runs at every step, and most of the time there is nothing to change.
+        // This runs at every step and mostly has nothing to change.
         for key in core.requests.keys(|_, request| request.lags() != request.is_suspended()) {
             let is_suspended = core.requests.get(key).is_some_and(RequestState::is_suspended);
             set_suspended(core, key, !is_suspended);
@@ -204,7 +204,7 @@ pub(super) fn suspend_laggards<X: Executor>(core: &mut EngineCore<X>) {
     }
 }
 
-/// Suspends or resumes a request, if it is not suspended or running already.
+/// Suspends or resumes a request, unless it already is suspended or running.
 fn set_suspended<X: Executor>(core: &mut EngineCore<X>, key: RequestKey, suspend: bool) {
     let Some(request) = core.requests.get_mut(key) else { return };
     if suspend == request.is_suspended() {

@@ -3,8 +3,8 @@
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU8, Ordering};
 
-/// Says that the client of a request or command is gone, or that the time it gave a request is up. The engine reads it
-/// before each step, and ends what the client had asked for.
+/// Says that the client of a request or command is gone, or that the request's time limit has passed. The engine reads
+/// the flag before each step, and ends the request or command.
 #[derive(Clone, Debug, Default)]
 pub struct CancelFlag(Arc<AtomicU8>);
 
@@ -13,14 +13,14 @@ impl CancelFlag {
     const EXPIRED: u8 = 1;
     const CANCELLED: u8 = 2;
 
-    /// The client is gone.
+    /// Notes that the client is gone.
     pub fn cancel(&self) {
         self.0.store(Self::CANCELLED, Ordering::Release);
     }
 
-    /// The client wants what there is now.
+    /// Notes that the time limit has passed: the client gets the tokens so far.
     pub fn expire(&self) {
-        // It stays as it is if the client is gone.
+        // The flag stays unchanged if the client is gone.
         let _ = self.0.compare_exchange(Self::WANTED, Self::EXPIRED, Ordering::AcqRel, Ordering::Acquire);
     }
 

@@ -1,5 +1,4 @@
-//! Checksums of the parameters that serve, computed in pieces between the steps, so that generation goes on beside
-//! them.
+//! Checksums of the parameters that serve, computed in pieces between the steps, so that generation keeps running.
 
 use std::collections::{HashSet, VecDeque};
 
@@ -13,13 +12,13 @@ use crate::executor::Executor;
 use crate::observe::Phase;
 use crate::weights::matrix_shape;
 
-/// Most bytes that are read between two steps; a longer row is read whole. So many take about a millisecond, less than
-/// a step. Unit tests have tiny models, of which several pieces shall be read nevertheless.
+/// Most bytes that are read between two steps; a longer row is read whole. Reading this many takes about a millisecond,
+/// less than a step. Unit tests have tiny models, which must still be read in several pieces.
 const PIECE_BYTES: usize = if cfg!(test) { 24 } else { 1 << 20 };
-/// Most checksums under way. Each may read all weights, so a caller beyond these has to try again later.
+/// Most checksums in flight. Each may read all weights, so further callers must retry later.
 const MOST_WAITING: usize = 64;
 
-/// The checksums under way, the oldest first. Between two steps a piece of the oldest one is computed.
+/// The checksums in flight, the oldest first. Between two steps the engine computes a piece of the oldest one.
 #[derive(Default)]
 pub(super) struct Checksums(VecDeque<Checksum>);
 
@@ -42,8 +41,8 @@ impl Checksums {
         self.0.drain(..).for_each(|checksum| checksum.refuse(error.clone()));
     }
 
-    /// Begins a checksum of the parameters `names`, or of all parameters if there are no names: the SHA-256 of each as
-    /// it serves, in the model's order.
+    /// Begins a checksum of the parameters `names`, or of all parameters if `names` is empty: the SHA-256 of each as it
+    /// serves, in the model's order.
     pub fn begin<X: Executor>(
         &mut self,
         core: &EngineCore<X>,
@@ -74,7 +73,7 @@ impl Checksums {
         let unknown: Vec<_> = names.iter().filter(|name| core.parameters.get(name).is_none()).collect();
         if !unknown.is_empty() {
             let (shown, count) = (&unknown[..unknown.len().min(8)], unknown.len());
-            let message = format!("{count} are no parameters of the model: {shown:?}; see ListParameters");
+            let message = format!("{count} names are not parameters of the model: {shown:?}; see ListParameters");
             return Err(Error::invalid("names", message));
         }
         let wanted: HashSet<_> = names.iter().collect();
@@ -126,16 +125,16 @@ impl Checksums {
     }
 }
 
-/// A checksum under way.
+/// A checksum in flight.
 struct Checksum {
-    /// Indices of the parameters that were asked for, in the model's order.
+    /// Indices of the requested parameters, in the model's order.
     parameters: Vec<usize>,
-    /// Epoch of the policy that is read. When another policy serves, the checksum begins again.
+    /// Epoch of the policy that is read. If another policy serves, the checksum restarts.
     epoch: u64,
-    /// Digest of the parameter that is being read, of its first `rows` rows.
+    /// Digest of the first `rows` rows of the parameter that is being read.
     sha: Sha256,
     rows: usize,
-    /// Names and digests of the parameters that are done.
+    /// Names and digests of the finished parameters.
     done: Vec<(String, [u8; 32])>,
     cancel: CancelFlag,
     reply: Reply<Result<ChecksumReply>>,

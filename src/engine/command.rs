@@ -18,8 +18,8 @@ pub type Reply<T> = Box<dyn FnOnce(T) + Send>;
 pub enum Command {
     /// Runs a request; its events go to its responder.
     Generate(Box<GenerateCommand>),
-    /// Ends requests. Their samples keep the tokens they have. With an owner only that owner's requests are ended, and
-    /// those of others are as unknown.
+    /// Ends requests. Their samples keep the tokens they have. With an owner, only that owner's requests end, and
+    /// requests of others count as unknown.
     Abort {
         target: AbortTarget,
         owner: Option<Owner>,
@@ -28,54 +28,54 @@ pub enum Command {
     Status {
         reply: Reply<EngineStatus>,
     },
-    /// Forgets the prefixes that no sequence holds. Answered with the number of their blocks.
+    /// Frees the cached prefixes that no sequence holds. The reply is the number of their blocks.
     ResetPrefixCache {
         reply: Reply<Result<usize>>,
     },
-    /// Opens an update: checks what can be checked before its data comes, and reserves memory for it.
+    /// Opens an update: makes all checks that are possible before its data arrives, and reserves memory for it.
     BeginUpdate {
         begin: UpdateBegin,
         reply: Reply<Result<UpdateTicket>>,
     },
-    /// Writes tensors of a FULL push in place. The weights are missing from then on until the commit.
+    /// Writes tensors of a FULL push in place. From then on the weights are missing, until the commit.
     WritePart {
         update: u64,
         tensors: Arc<Tensors>,
         reply: Reply<Result<()>>,
     },
-    /// Applies the open update between two steps: at once, or when its [`RunningPolicy`] allows it. `content` is all of
-    /// it or, for a push in place, what has not been written yet.
+    /// Applies the open update between two steps: at once, or when its [`RunningPolicy`] allows it. `content` is the
+    /// whole push or, for a push in place, the part that has not been written.
     CommitUpdate {
         update: u64,
         content: WeightUpdate,
-        /// The policy's version after the update, where it was not known when the update began.
+        /// The policy's version after the update, if it was not known when the update began.
         new_version: Option<WeightVersion>,
         reply: Reply<Result<UpdateReply>>,
     },
-    /// Cancels the open update, if its number is `update` or no number is given. Answered with what was known of it, or
-    /// with `None` if no such update was open.
+    /// Cancels the open update, if its number is `update` or no number is given. The reply describes the update; it is
+    /// `None` if no such update was open.
     CancelUpdate {
         update: Option<u64>,
         reply: Reply<Option<OpenUpdate>>,
     },
-    /// Gives the policy that serves another version, and changes no weight.
+    /// Gives the serving policy another version, without changing weights.
     SetVersion {
         version: WeightVersion,
-        /// Whether the version may be one that is not above the present one.
+        /// Whether the version may be at or below the current one.
         force: bool,
         reply: Reply<Result<()>>,
     },
-    /// Gives memory back.
+    /// Releases memory.
     Sleep {
         level: SleepLevel,
         mode: DrainMode,
         cancel: CancelFlag,
         reply: Reply<Result<SleepReply>>,
     },
-    /// Takes memory back, after a sleep.
+    /// Takes memory back after a sleep.
     Wake {
         tags: WakeTags,
-        /// Whether to load the checkpoint if there is no policy, as after a sleep at level 2.
+        /// Whether to load the checkpoint if there is no policy, for example after a sleep at level 2.
         reload: bool,
         reply: Reply<Result<LifecycleStatus>>,
     },
@@ -89,14 +89,14 @@ pub enum Command {
     Resume {
         reply: Reply<Result<()>>,
     },
-    /// Computes the SHA-256 of parameters as they serve, of all if `names` is empty. This happens in pieces between
-    /// steps.
+    /// Computes the SHA-256 of parameters as they serve, or of all parameters if `names` is empty. The work is done in
+    /// pieces between steps.
     Checksum {
         names: Vec<String>,
         cancel: CancelFlag,
         reply: Reply<Result<ChecksumReply>>,
     },
-    /// Lists at most so many requests that have not ended.
+    /// Lists at most this many requests that have not ended.
     ListRequests {
         most: usize,
         reply: Reply<RequestList>,
@@ -104,7 +104,8 @@ pub enum Command {
     ListAdapters {
         reply: Reply<Vec<AdapterStatus>>,
     },
-    /// Retires a resident adapter. Answered with its generation when its last lease has ended and its memory is free.
+    /// Retires a resident adapter. The reply is its generation, sent when its last lease has ended and its memory is
+    /// free.
     RemoveAdapter {
         name: String,
         expected_generation: Option<u64>,
@@ -114,7 +115,7 @@ pub enum Command {
     /// Wakes an idle engine, because a [`CancelFlag`] was set or a reader has caught up with its
     /// [backlog](crate::memory::Backlog).
     Look,
-    /// Ends the engine: new requests are refused, running ones may finish within `grace`, and the rest is aborted.
+    /// Ends the engine: new requests are rejected, running ones may finish within `grace`, and the rest are aborted.
     Shutdown {
         grace: Duration,
     },
@@ -127,45 +128,45 @@ pub struct UpdateBegin {
     pub adapter: Option<AdapterTarget>,
     /// The version of the policy that the update is for. Always given for DELTA.
     pub expected_version: Option<WeightVersion>,
-    /// Version of the policy after the update; `None` is one more than before it.
+    /// Version of the policy after the update; `None` for the current version plus one.
     pub new_version: Option<WeightVersion>,
-    /// Whether `new_version` may be one that is not above the present one.
+    /// Whether `new_version` may be at or below the current version.
     pub force_version: bool,
     pub running: RunningPolicy,
     /// Most bytes that the push takes while it is received.
     pub staging_bytes: u64,
-    /// Of these, the bytes of shadow weights, and of what is broadcast to where these are.
+    /// The part of `staging_bytes` for shadow weights, and for broadcast tensors that are received where these are.
     pub shadow_bytes: u64,
-    /// Most bytes that the push takes while it is received if it is written in place.
+    /// Most bytes that the push takes while it is received, if it is written in place.
     pub in_place_bytes: u64,
-    /// For FULL: whether the push may be written in place if there is no room for it beside the weights.
+    /// For FULL: whether the push may be written in place if there is no room beside the weights.
     pub in_place: bool,
-    /// Whether its tensors are broadcast; then it is never written in place.
+    /// Whether its tensors are broadcast. Such a push is never written in place.
     pub is_broadcast: bool,
     /// Set when the sender's stream breaks, which rolls the update back.
     pub cancel: CancelFlag,
     /// Address of the sender.
     pub peer: String,
-    /// For how long the sender has been idle.
+    /// Measures for how long the sender has been idle.
     pub activity: Activity,
     /// Takes the reason if `CancelUpdate` ends the update.
     pub ended: Reply<Error>,
 }
 
-/// What is known of the open update.
+/// Status of the open update.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct OpenUpdate {
     pub id: u64,
     pub peer: String,
     pub kind: UpdateKind,
-    /// Name of the adapter that is to become resident.
+    /// Name of the adapter that will become resident.
     pub adapter: Option<String>,
-    /// The version of the policy after the update, if the sender has given it.
+    /// The version of the policy after the update, if the sender gave one.
     pub new_version: Option<WeightVersion>,
     pub open_for: Duration,
-    /// Time since the update's last sign of life.
+    /// Time since the sender's last sign of life.
     pub idle_for: Duration,
-    /// Whether its commit has come, and waits for requests to end.
+    /// Whether its commit has arrived and waits for requests to end.
     pub committed: bool,
 }
 
@@ -177,7 +178,7 @@ pub struct AdapterTarget {
     pub expected_generation: Option<u64>,
 }
 
-/// What the sender of an update needs while it is open.
+/// Facts that the sender of an update needs while the update is open.
 #[derive(Debug)]
 pub struct UpdateTicket {
     pub id: u64,
@@ -187,7 +188,7 @@ pub struct UpdateTicket {
     pub shadow: Option<ShadowWeights>,
 }
 
-/// What happens to requests that run when an update is applied; `weights.proto` describes the choices.
+/// How an update treats running requests when it is applied; `weights.proto` describes the choices.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum RunningPolicy {
     #[default]
@@ -203,13 +204,13 @@ pub struct UpdateReply {
     pub weight_version: WeightVersion,
     /// Time for which nothing stepped.
     pub pause: Duration,
-    /// Whether the weights are asleep, and the policy is loaded when they wake.
+    /// Whether the weights are asleep, so that the policy is loaded when they wake.
     pub pending: bool,
-    /// Generation of the adapter that has become resident; `None` for an update that changes the policy.
+    /// Generation of the adapter that became resident; `None` for an update that changes the policy.
     pub adapter_generation: Option<u64>,
 }
 
-/// What happens to running requests at a sleep or a pause; `control.proto` describes the choices.
+/// How a sleep or a pause treats running requests; `control.proto` describes the choices.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum DrainMode {
     #[default]
@@ -218,17 +219,17 @@ pub enum DrainMode {
     Keep,
 }
 
-/// How much a sleep gives back.
+/// How much memory a sleep releases.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum SleepLevel {
-    /// All memory of the device is given back, and the policy is kept so that it can be loaded again.
+    /// Releases all memory of the device, and keeps the policy so that it can be loaded again.
     #[default]
     One,
-    /// The policy is dropped too.
+    /// Drops the policy too.
     Two,
 }
 
-/// Kinds of memory, of which each is awake or asleep.
+/// Kinds of memory, each of which is awake or asleep.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct WakeTags {
     pub weights: bool,
@@ -236,7 +237,7 @@ pub struct WakeTags {
     pub kv_cache: bool,
 }
 
-/// What a sleep has given back, measured as the fall of the process's resident memory.
+/// Bytes that a sleep released, measured as the decrease of the process's resident memory.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct SleepReply {
     pub weights_bytes: u64,
@@ -256,7 +257,7 @@ pub enum LifecycleStatus {
         level: SleepLevel,
         /// The memory that is awake again.
         resident: WakeTags,
-        /// Whether a policy was pushed that is loaded when the weights wake.
+        /// Whether a pushed policy will be loaded when the weights wake.
         pending_update: bool,
     },
     WeightsMissing,
@@ -271,7 +272,7 @@ pub struct ChecksumReply {
     pub parameters: Vec<(String, [u8; 32])>,
 }
 
-/// What is known of a resident adapter.
+/// Status of a resident adapter.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct AdapterStatus {
     pub name: String,
@@ -280,7 +281,7 @@ pub struct AdapterStatus {
     pub bytes: u64,
     /// Number of accepted requests that use it.
     pub leases: usize,
-    /// Whether it was replaced or removed. It is dropped with its last lease then.
+    /// Whether it was replaced or removed. A retired adapter is dropped with its last lease.
     pub retired: bool,
 }
 
@@ -292,26 +293,26 @@ pub enum AbortTarget {
     Requests(Vec<String>),
 }
 
-/// Ids of the requests that an abort has ended, and ids that no request had.
+/// Ids of the requests that an abort ended, and ids that no request had.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct AbortReply {
     pub aborted: Vec<String>,
     pub unknown: Vec<String>,
 }
 
-/// The engine between two steps.
+/// Status of the engine between two steps.
 #[derive(Clone, Debug, Default)]
 pub struct EngineStatus {
     pub lifecycle: LifecycleStatus,
     pub memory: MemoryReport,
-    /// The host's memory, where the device has its own.
+    /// The host's ledger, if the device has memory of its own.
     pub host_memory: Option<MemoryReport>,
-    /// Bytes that requests and replies under way take.
+    /// Bytes of requests and replies in flight.
     pub traffic_bytes: u64,
     /// The open update.
     pub update: Option<OpenUpdate>,
     pub stats: EngineStats,
-    /// Sampled tokens per second, over the last ten seconds that were spent in steps.
+    /// Sampled tokens per second, over the last ten seconds of stepping.
     pub tokens_per_second: f64,
 }
 
@@ -326,24 +327,24 @@ impl EngineHandle {
         Self { sender }
     }
 
-    /// Says that the client behind `flag` is gone, and wakes the engine.
+    /// Notes in `flag` that the client is gone, and wakes the engine.
     pub fn cancel(&self, flag: &CancelFlag) {
         flag.cancel();
         self.look();
     }
 
-    /// Says that the time of the request behind `flag` is up, and wakes the engine.
+    /// Notes in `flag` that the request's time is up, and wakes the engine.
     pub fn expire(&self, flag: &CancelFlag) {
         flag.expire();
         self.look();
     }
 
-    /// Wakes an idle engine. If the queue is full nothing is sent: the engine is awake then.
+    /// Wakes an idle engine. If the queue is full, nothing is sent, because the engine is awake then.
     pub fn look(&self) {
         let _ = self.sender.try_send(Command::Look);
     }
 
-    /// Sends a command, and blocks while the queue is full. Not for threads of an async runtime.
+    /// Sends a command, and blocks while the queue is full. Must not be called on a thread of an async runtime.
     ///
     /// # Errors
     /// `Unavailable` if the engine has ended.

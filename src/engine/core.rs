@@ -1,5 +1,5 @@
-//! What the engine's components share: the executor, the scheduler, the ledger, the policy, the lifecycle's state and
-//! the accepted requests. Each component gets it as an argument, and keeps everything else to itself.
+//! State that the engine's components share: the executor, the scheduler, the ledger, the policy, the lifecycle's state
+//! and the accepted requests. Each component gets it as an argument, and owns its other state.
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
@@ -20,21 +20,21 @@ use crate::scheduler::{RunningKv, Scheduler};
 use crate::types::{EngineStats, RequestKey, WeightVersion};
 use crate::weights::{Parameters, ShadowWeights};
 
-/// Facts and limits that an engine is given, besides the components it drives.
+/// Facts and limits that an engine starts with, besides the components it drives.
 pub struct Setup {
     pub parameters: Arc<Parameters>,
     /// The ledger, with all reservations that do not come from pushes.
     pub budget: MemoryBudget,
-    /// Count of the bytes of requests and replies under way, for which the ledger has an entry.
+    /// Counts the bytes of requests and replies in flight, for which the ledger has an entry.
     pub traffic: Traffic,
-    /// Most adapters that are resident at the same time; retired ones count until their last lease has ended.
+    /// Most adapters that may be resident at the same time; retired ones count until their last lease has ended.
     pub max_adapters: usize,
     pub max_lora_rank: usize,
     /// The clock by which the engine measures and waits.
     pub clock: Clock,
-    /// Takes the engine's numbers.
+    /// Receives the engine's numbers.
     pub observer: Observer,
-    /// Takes the engine's phases.
+    /// Receives the engine's phases.
     pub recorder: Recorder,
 }
 
@@ -48,7 +48,7 @@ pub(super) struct EngineCore<X: Executor> {
     pub budget: MemoryBudget,
     pub traffic: Traffic,
     pub state: State,
-    /// When the running requests are aborted; set by `Shutdown`.
+    /// Time at which the running requests are aborted; set by `Shutdown`.
     pub deadline: Option<Instant>,
     pub policy: Policy,
     /// The weights that the last FULL push replaced. The next FULL push is packed into their storage.
@@ -75,7 +75,7 @@ impl AwakeBytes {
         Self { weights, workspace, kv_cache }
     }
 
-    /// Reserves all of it, whatever is reserved of it already.
+    /// Reserves all of it, including parts that are already reserved.
     ///
     /// # Errors
     /// `ResourceExhausted` if it exceeds the ceiling.
@@ -103,15 +103,15 @@ impl AwakeBytes {
 /// Why a command failed.
 pub(super) enum Failure {
     /// The command was rejected and the engine keeps running: nothing has changed, or the state says what is missing.
-    /// There is no conversion from [`Error`], so that each check says `map_err(Failure::Refused)` itself, and no `?`
-    /// after an effect is taken for a rejection.
+    /// There is no conversion from [`Error`]: each check must say `map_err(Failure::Refused)` itself, so that a `?`
+    /// after an effect cannot pass for a rejection.
     Refused(Error),
     /// The executor failed while it ran the command; the engine ends.
     Fatal(Error),
 }
 
 impl Failure {
-    /// Makes a lack of memory fatal where it leaves weights half changed, which nothing can undo.
+    /// Makes a rejection fatal where it leaves weights half changed, which nothing can undo.
     pub fn or_fatal(self) -> Self {
         match self {
             Self::Refused(error @ Error::ResourceExhausted(_)) => Self::Fatal(error),
@@ -136,7 +136,7 @@ pub(super) fn answer<T>(reply: Reply<Result<T>>, attempt: Attempt<T>) -> Result<
     Ok(())
 }
 
-/// How a request that was accepted ends.
+/// How an accepted request ends.
 pub(super) enum Ending {
     Finished,
     Aborted,
@@ -198,8 +198,8 @@ impl<X: Executor> EngineCore<X> {
 
 /// Integrity, for simulations and tests.
 impl<X: Executor> EngineCore<X> {
-    /// Asserts the invariants of the scheduler and its cache, of the accepted requests, and of the ledger's entries for
-    /// what updates have left.
+    /// Asserts the invariants of the scheduler and its cache, of the accepted requests, and of the ledger's entries
+    /// that updates leave.
     pub fn check_integrity(&self) {
         self.scheduler.check_integrity();
         self.requests.check_integrity();
@@ -212,14 +212,14 @@ impl<X: Executor> EngineCore<X> {
 
 /// The end of accepted requests.
 impl<X: Executor> EngineCore<X> {
-    /// Ends an accepted request, and with it the samples that still run. Its blocks are free when this returns.
+    /// Ends an accepted request and its samples that still run. Its blocks are free when this returns.
     pub fn end(&mut self, key: RequestKey, ending: Ending) {
         if let Some(request) = self.take(key) {
             self.close(key, request, ending);
         }
     }
 
-    /// Sends the terminal event of a request that has been taken out.
+    /// Sends the terminal event of a request that was taken out.
     pub fn close(&mut self, key: RequestKey, mut request: RequestState, ending: Ending) {
         match ending {
             Ending::Aborted => self.stats.aborted_requests += 1,
@@ -271,21 +271,21 @@ impl<X: Executor> EngineCore<X> {
         Some(request)
     }
 
-    /// Reports to the client of a request that has been taken out that its answer panicked.
+    /// Tells the client of a request that was taken out that its answer panicked.
     fn report_panic(&mut self, key: RequestKey, request: &mut RequestState, panic: &str) {
         tracing::error!(request = key.0, "a request ends because its answer panicked: {panic}");
         self.stats.internal_errors += 1;
-        let error = Error::Internal(format!("the answer to this request panicked: {panic}; other requests go on"));
+        let error = Error::Internal(format!("the answer to this request panicked: {panic}; other requests are unaffected"));
         if catch_unwind(AssertUnwindSafe(|| request.fail(error))).is_err() {
-            tracing::error!(request = key.0, "its client could not be told");
+            tracing::error!(request = key.0, "its client could not be notified");
         }
     }
 }
 
 /// The weights, the policy in them, and their memory.
 impl<X: Executor> EngineCore<X> {
-    /// Gives the ranks an order that changes the weights. If one of them lacks the memory, the order is refused, and
-    /// some weights may have changed.
+    /// Gives the ranks an order that changes the weights. If a rank lacks the memory, the order is refused, and some
+    /// weights may have changed.
     pub fn order(&mut self, order: WeightOrder) -> Attempt<()> {
         match self.executor.write(order) {
             Err(Error::DataLoss(damage)) => Err(self.lose_policy(&damage)),
@@ -314,7 +314,7 @@ impl<X: Executor> EngineCore<X> {
         })
     }
 
-    /// Gives the policy up because the checkpoint changed while an order read it: the weights are missing now. All
+    /// Drops the policy because the checkpoint changed while an order read it: the weights are missing now. All
     /// accepted requests end. Returns the failure of the order.
     fn lose_policy(&mut self, damage: &str) -> Failure {
         tracing::error!("the weights are lost: {damage}");
@@ -338,8 +338,8 @@ impl<X: Executor> EngineCore<X> {
         Ok(())
     }
 
-    /// Releases memory. The device may move some of it to the host's memory, so all that is left of that is reserved
-    /// first, and lowered to what was taken.
+    /// Releases memory. The device may move some of it to the host's memory, so the ledger reserves all free host
+    /// memory first, and then lowers the reservation to the moved bytes.
     pub fn release_memory(&mut self, memory: MemoryKind) -> Attempt<Released> {
         let held = self.budget.reserved(MemoryUse::Offloaded);
         let most = held + self.budget.remaining_for(MemoryUse::Offloaded);
@@ -368,7 +368,7 @@ impl<X: Executor> EngineCore<X> {
     }
 
     /// Changes the policy to `version`, from the next step on or from when the weights wake. `running` says what
-    /// happens to requests that have begun. Requests that have not begun and ask for exactly another version end.
+    /// happens to requests that have begun. Requests that have not begun and require exactly another version end.
     pub fn change_policy(&mut self, version: WeightVersion, running: RunningPolicy) {
         self.policy.advance(version);
         self.reject_queued_for_others(version);
@@ -381,7 +381,7 @@ impl<X: Executor> EngineCore<X> {
         self.scheduler.change_policy(self.policy.epoch(), kv);
     }
 
-    /// Ends requests that have not begun and ask for exactly another version than `version`.
+    /// Ends requests that have not begun and require exactly another version than `version`.
     pub fn reject_queued_for_others(&mut self, version: WeightVersion) {
         let computing = self.scheduler.started_requests();
         let insists = |key, request: &RequestState| {

@@ -1,4 +1,4 @@
-//! Drains: commands that wait for the accepted requests to end.
+//! Drains: commands that wait until the accepted requests have ended.
 
 use super::cancel::CancelFlag;
 use super::command::{Reply, SleepLevel, SleepReply, UpdateReply};
@@ -12,7 +12,7 @@ pub(super) enum Drain {
     Commit(Commit),
 }
 
-/// The commit of the open update. It ends with the update, which has a cancel flag of its own.
+/// The commit of the open update. It is dropped with the update, which has its own cancel flag.
 pub(super) struct Commit {
     pub content: WeightUpdate,
     pub reply: Reply<Result<UpdateReply>>,
@@ -32,7 +32,7 @@ impl Drain {
     }
 }
 
-/// The commands that wait, in the order in which they came.
+/// The waiting commands in their order of arrival.
 #[derive(Default)]
 pub(super) struct Drains(Vec<Drain>);
 
@@ -53,7 +53,7 @@ impl Drains {
         self.0.iter().filter(|drain| drain.is_commit()).count()
     }
 
-    /// Takes the command that came first.
+    /// Takes the first command.
     pub fn next(&mut self) -> Option<Drain> {
         (!self.is_empty()).then(|| self.0.remove(0))
     }
@@ -66,7 +66,7 @@ impl Drains {
         });
     }
 
-    /// Cancels the commands for which `which` is true: their callers get the error.
+    /// Cancels the commands for which `which` is true. Their callers get `error`.
     pub fn refuse(&mut self, error: &Error, which: impl Fn(&Drain) -> bool) {
         for drain in self.0.extract_if(.., |drain| which(drain)) {
             drain.refuse(error.clone());

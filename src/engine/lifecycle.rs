@@ -1,11 +1,11 @@
-//! The state machine of the engine's lifecycle: which command is taken in which state, and what state follows. Pure:
+//! The state machine of the engine's lifecycle: which commands each state allows, and which state follows. It is pure:
 //! every pair of state and command has its line here, and the engine carries the commands out.
 
 use super::command::{LifecycleStatus, SleepLevel, WakeTags};
 use crate::error::{Error, Result};
 use crate::observe::PushKind;
 
-/// State of the lifecycle, which says what the engine may do.
+/// State of the lifecycle, which determines the allowed commands.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum State {
     /// The engine steps.
@@ -13,20 +13,20 @@ pub enum State {
     Running,
     /// Nothing steps, and new requests are held.
     Paused,
-    /// Some or all memory is given back.
+    /// Some or all memory is released.
     Asleep(AsleepState),
-    /// All memory is there, but the weights are of no policy. After a complete push the engine is paused if `paused`,
-    /// else it runs.
+    /// All memory is awake, but the weights hold no policy. After a complete push the engine is paused if `paused`;
+    /// otherwise it runs.
     WeightsMissing { paused: bool },
 }
 
-/// What is awake during a sleep, and what is known of the policy.
+/// The memory that is awake during a sleep, and the state of the policy.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct AsleepState {
     pub level: SleepLevel,
     /// The memory that is awake again; never all of it.
     pub resident: WakeTags,
-    /// Whether there is a policy. It is in the weights if they are awake, else it is loaded when they wake.
+    /// Whether there is a policy. It is in the weights if they are awake; otherwise it is loaded when they wake.
     pub whole: bool,
     /// Whether that policy was pushed while the weights were asleep.
     pub pending: bool,
@@ -47,7 +47,8 @@ impl State {
     /// Checks that a new request may be accepted or held.
     ///
     /// # Errors
-    /// `FailedPrecondition` while the server is asleep or its weights are missing, which may take any time.
+    /// `FailedPrecondition` while the server is asleep or its weights are missing: the server cannot know when that
+    /// ends.
     pub fn check_request(self) -> Result<()> {
         match self {
             Self::Running | Self::Paused => Ok(()),
@@ -92,7 +93,7 @@ impl State {
         }
     }
 
-    /// The state after the weights, the KV cache or both have woken. With `reload`, waking the weights reads the
+    /// The state after the weights, the KV cache or both are awake again. With `reload`, waking the weights loads the
     /// checkpoint if there is no policy.
     pub fn wake(self, tags: WakeTags, reload: bool) -> Self {
         let reloaded = reload && tags.weights;
@@ -142,7 +143,7 @@ impl State {
         }
     }
 
-    /// The state after a part of a FULL push has been written in place.
+    /// The state after a part of a FULL push was written in place.
     pub fn written_in_part(self) -> Result<Self> {
         match self {
             Self::Running => refuse("weights are written in place only while paused or asleep; the server runs again"),
@@ -153,8 +154,7 @@ impl State {
         }
     }
 
-    /// The state after an order has failed while it wrote: the memory of the weights is there, but what they hold is of
-    /// no policy.
+    /// The state after an order failed while it wrote: the weights are awake but hold no policy.
     pub fn lost(self) -> Self {
         match self {
             Self::Running => Self::WeightsMissing { paused: false },
@@ -168,7 +168,7 @@ impl State {
         }
     }
 
-    /// The state after a push has brought a policy.
+    /// The state after a complete push.
     pub fn complete(self) -> Self {
         match self {
             Self::Running | Self::Paused => self,

@@ -1,17 +1,17 @@
 //! The engine: one thread that owns every piece of mutable serving state.
 //!
 //! It takes [`Command`]s from a bounded queue and sends [`Event`]s through each request's responder. While there is
-//! work it steps, `schedule → launch → collect → update`, and takes waiting commands between two steps. The outcomes of
-//! a step are emitted to its requests while the ranks compute the next one, or before anything else happens. While
-//! nothing can step it blocks on the queue.
+//! work it steps, `schedule → launch → collect → update`, and takes waiting commands between two steps. It emits the
+//! outcomes of a step to the requests while the ranks compute the next step, or before anything else happens. While
+//! nothing can step, it blocks on the queue.
 //!
 //! # Components
 //!
-//! [`Engine`] is the loop and the wiring. `core` is what its components share, and each component owns the rest of its
-//! state with its methods: `step` runs steps and emits their outcomes, `admission` holds and accepts requests, `sleep`
-//! releases memory and takes it back, `update` applies pushes, `adapters` keeps the resident adapters, `drain` the
-//! commands that wait for requests to end, and `checksum` the checksums under way. `lifecycle` says which command is
-//! allowed in which state.
+//! [`Engine`] is the loop and the wiring. `core` is the state that its components share, and each component owns its
+//! other state with its methods: `step` runs steps and emits their outcomes, `admission` holds and accepts requests,
+//! `sleep` releases memory and takes it back, `update` applies pushes, `adapters` keeps the resident adapters, `drain`
+//! the commands that wait for requests to end, and `checksum` the checksums under way. `lifecycle` says which command
+//! is allowed in which state.
 //!
 //! # Requests
 //!
@@ -88,13 +88,13 @@ use transaction::{Transaction, Updates};
 use update::set_version;
 
 /// Most commands that wait for the engine. It takes them between two steps, so the queue is full only if this many come
-/// within one step; further callers are told to try again.
+/// within one step; further callers get an error that asks them to retry.
 pub const COMMAND_QUEUE: usize = 1024;
 
-/// Longest time that the engine waits for a mask before it looks for commands, while nothing else can run.
+/// Longest time that the engine waits for a mask, while nothing else can run, before it checks for commands.
 const MASK_WAIT: Duration = Duration::from_millis(5);
 
-/// All serving state. The module's page says how it is used.
+/// All serving state. The module's documentation explains its use.
 pub struct Engine<X: Executor> {
     commands: Receiver<Command>,
     core: EngineCore<X>,
@@ -107,12 +107,12 @@ pub struct Engine<X: Executor> {
     checksums: Checksums,
 }
 
-/// What the engine waits for after a turn of its loop.
+/// The event that the engine waits for after a turn of its loop.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Turn {
-    /// Nothing: there is more to do.
+    /// Nothing: there is more work.
     Again,
-    /// A mask that is being computed on another thread, without which nothing can run.
+    /// A mask that another thread is computing and without which nothing can run.
     WaitForMasks,
     /// A command.
     Wait,
@@ -149,7 +149,7 @@ impl<X: Executor> Engine<X> {
     /// Serves until `Shutdown`, or until every [`EngineHandle`] is gone.
     ///
     /// # Errors
-    /// The executor's error, if it fails. Every request has got its terminal event nevertheless.
+    /// The executor's error, if it fails. Every request gets its terminal event nevertheless.
     pub fn run(mut self) -> Result<()> {
         let result = self.serve();
         self.end_all(&result);
@@ -179,15 +179,16 @@ impl<X: Executor> Engine<X> {
         }
     }
 
-    /// One turn of the loop, which never blocks: carries out `received` and the commands that wait in the queue, steps
-    /// if it can, and says what to wait for before the next turn.
+    /// One turn of the loop, which never blocks: carries out `received` and the commands in the queue, steps if it can,
+    /// and returns the event to wait for before the next turn.
     ///
-    /// [`Engine::run`] is made of these; a simulation calls them itself, and [`Engine::end_all`] after the last one.
+    /// [`Engine::run`] repeats it; a simulation calls it directly, and [`Engine::end_all`] after the last turn.
     ///
     /// # Errors
-    /// If the executor fails. There is no next turn then.
+    /// If the executor fails. There must be no further turn then.
     pub fn turn(&mut self, received: Option<Command>) -> Result<Turn> {
-        // A limited number: callers that ask faster than they are answered would keep the queue full for ever.
+        // The number is limited, because callers that send commands faster than the engine answers would keep the queue
+        // full.
         let waiting = self.commands.try_iter().take(COMMAND_QUEUE).collect::<Vec<_>>();
         for command in received.into_iter().chain(waiting) {
             self.handle(command)?;
@@ -214,8 +215,8 @@ impl<X: Executor> Engine<X> {
         Ok(self.core.deadline.map_or(Turn::Wait, Turn::WaitUntil))
     }
 
-    /// Ends whatever has not ended, after the last turn, which ended with `result`: each request gets its terminal
-    /// event, and each command that waits its answer.
+    /// Ends everything after the last turn, which returned `result`: each request gets its terminal event, and each
+    /// waiting command its reply.
     pub fn end_all(&mut self, result: &Result<()>) {
         self.steps.emit(&mut self.core);
         if let Err(error) = result {
@@ -226,7 +227,7 @@ impl<X: Executor> Engine<X> {
         self.abort_all();
     }
 
-    /// Does everything that commands, a step or the passing of time have made due.
+    /// Does all work that commands, a step or the clock have made due.
     fn settle(&mut self) -> Result<()> {
         if !self.core.can_step() || !self.drains.is_empty() || self.core.deadline.is_some() {
             self.steps.emit(&mut self.core);
@@ -248,14 +249,14 @@ impl<X: Executor> Engine<X> {
         let is_late = self.steps.has_pending() && !self.core.can_step();
         let may_drain = !self.drains.is_empty() && !self.core.must_drain();
         if is_late || may_drain {
-            // The last request that could step was suspended or ended just now, and the next turn may wait for a
+            // The last request that could step has just been suspended or ended, and the next turn may wait for a
             // command.
             return self.settle();
         }
         Ok(())
     }
 
-    /// Carries out a command, or begins to.
+    /// Carries out a command, or begins it.
     ///
     /// # Errors
     /// If the executor fails.
@@ -318,7 +319,7 @@ impl<X: Executor> Engine<X> {
         Ok(())
     }
 
-    /// Whether no request is accepted now, because nothing steps or a drain waits for the accepted ones to end.
+    /// Whether new requests are held, because nothing steps or a drain waits for the accepted requests to end.
     fn is_holding(&self) -> bool {
         self.core.state != State::Running || !self.drains.is_empty()
     }
@@ -328,15 +329,15 @@ impl<X: Executor> Engine<X> {
         let ended = |request: &RequestState| request.cancel().is_cancelled() || request.cancel().is_expired();
         let ended = self.core.requests.keys(|_, request| ended(request));
         if !ended.is_empty() {
-            // The outcomes of the last step are theirs, and may be their end.
+            // The last step may have outcomes for them that end them.
             self.steps.emit(&mut self.core);
         }
         for key in ended {
             self.core.end(key, Ending::Aborted);
         }
         self.admission.drop_cancelled(&mut self.core);
-        // A client may vanish at any time. The update's flag is read once, so that the update and its commit, which may
-        // be among the drains, are dropped together.
+        // A client may disconnect at any time. The update's flag is read once, so that the update and its commit, which
+        // may be among the drains, are dropped together.
         let update_is_gone = self.updates.opened().is_some_and(Transaction::is_cancelled);
         self.drains.drop_cancelled(update_is_gone);
         if update_is_gone {
@@ -350,7 +351,7 @@ impl<X: Executor> Engine<X> {
         self.admission.abort(&mut self.core, AbortTarget::All, None);
     }
 
-    /// Rejects all callers that wait, because the server is shutting down. Accepted requests keep running.
+    /// Rejects all waiting callers, because the server is shutting down. Accepted requests keep running.
     fn reject_waiting(&mut self) {
         self.admission.reject_held();
         self.drains.refuse(&shutting_down(), |_| true);
@@ -392,7 +393,7 @@ impl<X: Executor> Engine<X> {
         }
     }
 
-    /// Runs a command whose drain has ended, or that needs none.
+    /// Runs a command whose drain has ended, or that needs no drain.
     fn finish(&mut self, drain: Drain) -> Result<()> {
         match drain {
             Drain::Pause { reply, .. } => reply(self.core.state.pause().map(|next| self.core.state = next)),
@@ -405,8 +406,8 @@ impl<X: Executor> Engine<X> {
         Ok(())
     }
 
-    /// Runs, in order, the commands that have waited for the accepted requests to end. If a pause or a sleep that keeps
-    /// them has stopped the requests instead, the commands could wait without end and are cancelled.
+    /// Runs, in order, the commands that waited for the accepted requests to end. If a pause or a sleep that keeps them
+    /// has stopped the requests instead, the commands could wait without end and are cancelled.
     fn settle_drains(&mut self) -> Result<()> {
         while !self.core.must_drain() {
             let Some(drain) = self.drains.next() else { break };
@@ -423,12 +424,12 @@ impl<X: Executor> Engine<X> {
         Ok(())
     }
 
-    /// Version of the policy that serves.
+    /// Version of the serving policy.
     pub fn weight_version(&self) -> WeightVersion {
         self.core.policy.version()
     }
 
-    /// Snapshot between two steps, as [`Command::Status`] is answered with.
+    /// Status between two steps, the reply to [`Command::Status`].
     pub fn status(&self) -> EngineStatus {
         let core = &self.core;
         EngineStatus {
@@ -455,7 +456,7 @@ impl<X: Executor> Engine<X> {
         }
     }
 
-    /// The reason for which nothing steps.
+    /// The phase that says why nothing steps.
     fn waiting_phase(&self) -> Phase {
         match self.core.state {
             State::Paused => Phase::Paused,

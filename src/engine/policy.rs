@@ -1,4 +1,4 @@
-//! The policy that serves: its version, and what lies over the checkpoint.
+//! The serving policy: its version, and its changes to the checkpoint.
 
 use std::collections::BTreeSet;
 use std::sync::Arc;
@@ -6,7 +6,8 @@ use std::sync::Arc;
 use crate::types::WeightVersion;
 use crate::weights::Adapter;
 
-/// The policy that serves, or that will serve when the weights wake: a base with at most one adapter merged into it.
+/// The serving policy, or the one that will serve when the weights wake: a base with at most one adapter merged into
+/// it.
 pub(super) struct Policy {
     version: WeightVersion,
     /// Counts policies. A trainer may use a version twice, but an epoch is never used twice.
@@ -27,7 +28,7 @@ impl Policy {
         self.version
     }
 
-    /// Number of policies before this one. KV of this policy is found in the prefix cache by it.
+    /// Number of policies before this one. The prefix cache finds KV of this policy by it.
     pub fn epoch(&self) -> u64 {
         self.epoch
     }
@@ -37,7 +38,7 @@ impl Policy {
         self.merged.clone()
     }
 
-    /// Whether the base value of a parameter was pushed, so that the checkpoint cannot give it again.
+    /// Whether the base value of a parameter was pushed, so that the checkpoint cannot restore it.
     pub fn is_replaced(&self, parameter: &str) -> bool {
         self.replaced.contains(parameter)
     }
@@ -47,33 +48,33 @@ impl Policy {
         !self.replaced.is_empty()
     }
 
-    /// The same policy has another version from now on.
+    /// Changes the version of the same policy.
     pub fn rename(&mut self, version: WeightVersion) {
         self.version = version;
     }
 
-    /// Another policy begins: the weights, or what will be loaded into them, are now those of `version`.
+    /// Begins another policy: the weights, now or once they are loaded, are those of `version`.
     pub fn advance(&mut self, version: WeightVersion) {
         self.version = version;
         self.epoch += 1;
     }
 
-    /// The adapter that is merged from now on, in place of any other.
+    /// Sets the merged adapter, which replaces any other.
     pub fn merge(&mut self, adapter: Arc<Adapter>) {
         self.merged = adapter;
     }
 
-    /// Base values of these parameters have been pushed.
+    /// Notes that base values of these parameters were pushed.
     pub fn replace(&mut self, parameters: impl Iterator<Item = String>) {
         self.replaced.extend(parameters);
     }
 
-    /// What serves becomes the base: nothing is merged into it any more.
+    /// Makes the serving weights the base, with nothing merged into it.
     pub fn forget_merged(&mut self) {
         self.merged = Arc::new(Adapter::none());
     }
 
-    /// The base becomes the checkpoint again, with nothing merged. Version and epoch stay until [`Policy::advance`].
+    /// Makes the checkpoint the base again, with nothing merged. Version and epoch stay until [`Policy::advance`].
     pub fn reset(&mut self) {
         self.replaced.clear();
         self.forget_merged();

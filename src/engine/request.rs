@@ -1,4 +1,4 @@
-//! A request as the server makes it, the events that it gets back, and its status for those who list requests.
+//! A request as the server makes it, the events that it receives, and its entry in a list of requests.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -18,29 +18,30 @@ pub struct GenerateCommand {
 
 /// A call to generate or score whose fields have all been checked against the model.
 pub struct ValidRequest {
-    /// Given by the client, or made by the server. No two requests under way may have the same.
+    /// Id from the client, or made by the server. No two requests in flight may have the same id.
     pub request_id: String,
-    /// Prompts of at least one token, all tokens below the vocabulary size. They have fewer tokens than the context, or
-    /// for [`RequestKind::Score`] at most as many.
+    /// Prompts of at least one token, with all tokens below the vocabulary size. They are shorter than the context, or
+    /// for [`RequestKind::Score`] at most as long.
     pub prompts: Vec<Prompt>,
     pub kind: RequestKind,
     pub params: Arc<SamplingParams>,
     /// The grammar that the samples' texts must match; `None` for any text.
     pub grammar: Option<Arc<Grammar>>,
-    /// The prompts, by their index, to which `params` and `grammar` do not apply. Empty for [`RequestKind::Score`].
+    /// Sampling of the prompts, by index, to which `params` and `grammar` do not apply. Empty for
+    /// [`RequestKind::Score`].
     pub prompt_sampling: BTreeMap<u32, PromptSampling>,
     /// Name of the resident adapter to use.
     pub adapter: Option<String>,
-    /// The request is rejected under a policy of any other version.
+    /// The request is rejected if the policy has any other version.
     pub if_weight_version: Option<WeightVersion>,
-    /// The request is held while the policy's version is lower.
+    /// The request is held while the policy's version is lower than this.
     pub min_weight_version: Option<WeightVersion>,
-    /// Time from its arrival after which it ends with the tokens that it has.
+    /// Time after its arrival at which it ends with the tokens that it has.
     pub time_limit: Option<Duration>,
 }
 
 impl ValidRequest {
-    /// Number of samples that it asks for; 0 if its prompts are scored.
+    /// Number of samples that it requests; 0 if its prompts are scored.
     pub fn num_samples(&self) -> usize {
         match self.kind {
             RequestKind::Generate { n, .. } => self.prompts.len().saturating_mul(n as usize),
@@ -48,7 +49,7 @@ impl ValidRequest {
         }
     }
 
-    /// Number of samples that it counts for in queues; each prompt that is scored counts as one.
+    /// Number of samples that it counts as in queues; each scored prompt counts as one.
     pub fn num_queued(&self) -> usize {
         match self.kind {
             RequestKind::Generate { .. } => self.num_samples(),
@@ -57,39 +58,40 @@ impl ValidRequest {
     }
 }
 
-/// How to sample one prompt of a request, instead of how the request says.
+/// Sampling of one prompt, in place of that of its request.
 #[derive(Clone)]
 pub struct PromptSampling {
     pub params: Arc<SamplingParams>,
-    /// What the samples' texts must match; `None` for any text.
+    /// The grammar that the samples' texts must match; `None` for any text.
     pub grammar: Option<Arc<Grammar>>,
-    /// The seed from which the samples have theirs, as if the prompt were the only one; `None` for the request's.
+    /// The seed from which the samples' seeds are derived, as if the prompt were the only one; `None` for the
+    /// request's.
     pub seed: Option<u64>,
 }
 
-/// What a request asks of its prompts.
+/// Whether a request generates or scores.
 #[derive(Clone, Debug, PartialEq)]
 pub enum RequestKind {
-    /// `n` samples of each prompt. With `prompt_logprobs`, each prompt's log-probabilities too. With `stream_tokens`,
-    /// each token is sent as it is sampled. With `return_text`, streamed tokens and completions have text, for which
-    /// the model must have a tokenizer.
+    /// Generates `n` samples of each prompt. With `prompt_logprobs`, each prompt's log-probabilities too. With
+    /// `stream_tokens`, each token is sent as it is sampled. With `return_text`, streamed tokens and completions have
+    /// text, which requires a tokenizer.
     Generate { n: u32, seed: u64, prompt_logprobs: bool, stream_tokens: bool, return_text: bool },
-    /// Log-probabilities of each prompt's tokens from the second on. Nothing is sampled.
+    /// Computes log-probabilities of each prompt's tokens from the second on, and samples nothing.
     Score,
 }
 
-/// The client of a request: who it is, since when it waits, and where its events go.
+/// The client of a request: its identity, its time of arrival, and the receiver of its events.
 pub struct RequestClient {
-    /// Who may end the request, beside callers who may end all.
+    /// The owner may end the request, as may callers who may end all.
     pub owner: Option<Owner>,
-    /// When the request's message had come.
+    /// Time when the request's message had arrived.
     pub arrived: Instant,
     pub cancel: CancelFlag,
     pub responder: Responder,
-    /// Counts the events that the responder was given and its reader has not taken.
+    /// Counts the events that the responder has sent and its reader has not taken.
     pub backlog: Backlog,
-    /// Counts what the request holds until its terminal event, besides the prompts, which its reply counts: records of
-    /// its samples, their tokens and texts.
+    /// Counts the bytes that the request holds until its terminal event: records of its samples, their tokens and
+    /// texts. The prompts are not included; the reply counts them.
     pub charge: Charge,
 }
 
@@ -97,28 +99,28 @@ pub struct RequestClient {
 /// [`Event::Failed`]), and there is exactly one of these.
 pub type Responder = Box<dyn FnMut(Event) + Send>;
 
-/// What a request's reader is told, in the order in which it happens.
+/// An event of a request. Its reader receives events in the order in which they happen.
 #[derive(Clone, Debug)]
 pub enum Event {
-    /// One token of one sample, if `stream_tokens` was asked for. With `return_text`, `text` is what the token adds to
-    /// the sample's text: complete characters that are no part of a stop string and cannot become one.
+    /// One token of one sample, sent if `stream_tokens` is set. With `return_text`, `text` is the text that the token
+    /// adds to the sample: complete characters that do not belong to a stop string and cannot become part of one.
     Token { prompt_index: u32, sample_index: u32, logprobs: TokenLogprobs, text: Option<String> },
-    /// The end of a streamed text, which was held back until the sample had ended. Sent just before its completion, and
-    /// not empty.
+    /// The end of a streamed text, which was held back until the sample ended. It is sent just before the completion,
+    /// and is not empty.
     Text { prompt_index: u32, sample_index: u32, text: String },
-    /// Log-probabilities of a prompt's tokens from the second on, once all are computed, if the request scores or asks
-    /// for `prompt_logprobs`. One policy, `weight_version`, has computed all of them.
+    /// Log-probabilities of a prompt's tokens from the second on, sent once all are computed, if the request scores or
+    /// has `prompt_logprobs`. One policy, `weight_version`, computed all of them.
     PromptLogprobs { prompt_index: u32, logprobs: Vec<TokenLogprobs>, weight_version: WeightVersion },
     /// One sample has ended.
     Completion(Completion),
     /// All samples have ended. This is a terminal event.
     Done(Summary),
-    /// The request was refused, or ended by an error. This is a terminal event.
+    /// The request was rejected, or an error ended it. This is a terminal event.
     Failed(Error),
 }
 
 impl Event {
-    /// About the bytes that the event takes while it waits for its reader.
+    /// Approximate size of the event in bytes, while it waits for its reader.
     pub fn bytes(&self) -> u64 {
         let heap = match self {
             Self::Token { logprobs, text, .. } => logprobs.heap_bytes() + text.as_ref().map_or(0, String::len),
@@ -134,7 +136,7 @@ impl Event {
     }
 }
 
-/// Bytes that tokens take.
+/// Size of tokens in bytes.
 pub(super) fn tokens_bytes(tokens: &[TokenLogprobs]) -> usize {
     size_of_val(tokens) + tokens.iter().map(TokenLogprobs::heap_bytes).sum::<usize>()
 }
@@ -147,11 +149,11 @@ pub struct Completion {
     pub tokens: Vec<TokenLogprobs>,
     pub finish_reason: FinishReason,
     /// The text of `tokens` without special tokens, up to the stop string if one ended the sample; `None` unless
-    /// `return_text` was asked for.
+    /// `return_text` is set.
     pub text: Option<String>,
     /// Versions of the policies that made the tokens, as `(version, start, end)` over `tokens`.
     pub weight_versions: Vec<(WeightVersion, u32, u32)>,
-    /// Seed that gives this sample again, alone.
+    /// Seed that reproduces this sample alone.
     pub seed: u64,
     /// Number of the prompt's tokens whose KV came from the prefix cache.
     pub cached_tokens: u32,
@@ -166,7 +168,7 @@ pub struct Summary {
     pub seconds: f64,
 }
 
-/// How far a request has come.
+/// State of a request.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum RequestProgress {
     /// It waits for a newer policy, for Resume, or for a drain to end.
@@ -189,7 +191,7 @@ impl RequestProgress {
     }
 }
 
-/// What is known of a request that has not ended.
+/// Status of a request that has not ended.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct RequestStatus {
     pub id: String,
@@ -197,13 +199,13 @@ pub struct RequestStatus {
     pub progress: RequestProgress,
     pub prompts: usize,
     pub prompt_tokens: u64,
-    /// Number of samples that it asks for; 0 if its prompts are scored.
+    /// Number of samples that it requests; 0 if its prompts are scored.
     pub samples: usize,
     /// Number of its samples that have not ended.
     pub open_samples: usize,
-    /// Number of tokens that its samples have been given.
+    /// Number of tokens that its samples have.
     pub tokens: u64,
-    /// Time since its message had come.
+    /// Time since its message arrived.
     pub age: Duration,
 }
 

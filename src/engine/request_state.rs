@@ -1,4 +1,4 @@
-//! One request that has not ended: the state of its samples, and the events it sends.
+//! One request that has not ended: the state of its samples, and its events.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -26,18 +26,18 @@ pub(super) struct RequestState {
     request: ValidRequest,
     client: RequestClient,
     num_prompts: usize,
-    /// Number of samples that it asks for; 0 if its prompts are scored.
+    /// Number of samples that it requests; 0 if its prompts are scored.
     num_samples: usize,
     is_accepted: bool,
-    /// Generation of the resident adapter that the request holds a lease of.
+    /// Generation of the resident adapter that the request has a lease on.
     adapter: Option<u64>,
     /// Whether any of its prompts has been computed.
     begun: bool,
-    /// Number of tokens that its samples have been given.
+    /// Number of tokens that its samples have.
     tokens: u64,
     /// The samples that have not ended.
     samples: BTreeMap<SampleKey, Sample>,
-    /// Number of prompts that are still to be scored.
+    /// Number of prompts that remain to be scored.
     scores_left: usize,
     summary: Summary,
     /// When the first of its prompts was scheduled.
@@ -53,11 +53,11 @@ struct Sample {
     tokens: Vec<TokenLogprobs>,
     /// Versions of the policies that made the tokens, as `(version, start, end)` over `tokens`.
     weight_versions: Vec<(WeightVersion, u32, u32)>,
-    /// The sample's text, if the request has stop strings or wants text.
+    /// The sample's text, if the request has stop strings or asks for text.
     text: Option<SampleText>,
     /// Times of its first and last token.
     span: Option<(Instant, Instant)>,
-    /// Bytes that its state in the grammar takes.
+    /// Size in bytes of its grammar state.
     grammar_bytes: usize,
 }
 
@@ -67,7 +67,7 @@ impl Sample {
         Self { seed, cached_tokens: 0, tokens, weight_versions, text, span: None, grammar_bytes: 0 }
     }
 
-    /// Bytes of text that are kept.
+    /// Bytes of text that the sample holds.
     fn text_bytes(&self) -> usize {
         self.text.as_ref().map_or(0, SampleText::bytes)
     }
@@ -107,7 +107,7 @@ impl RequestState {
     /// Makes the samples, and returns the groups to give to the scheduler.
     ///
     /// # Panics
-    /// If it has stop strings or wants text and there is no tokenizer, which the server rejects.
+    /// If it has stop strings or asks for text and there is no tokenizer. The server rejects such requests.
     pub fn accept(&mut self, key: RequestKey, salt: CacheSalt, tokenizer: Option<&Arc<Tokenizer>>) -> Vec<Group> {
         (self.is_accepted, self.adapter) = (true, salt.adapter);
         let prompts = std::mem::take(&mut self.request.prompts);
@@ -125,7 +125,7 @@ impl RequestState {
             let kind = match self.request.kind {
                 RequestKind::Score => GroupKind::Score,
                 RequestKind::Generate { n, seed, prompt_logprobs, .. } => {
-                    // A prompt with a seed of its own is sampled as if it were the only one.
+                    // A prompt with its own seed is sampled as if it were the only one.
                     let (seed, index) = own.and_then(|own| own.seed).map_or((seed, prompt_index), |seed| (seed, 0));
                     let seeds: Vec<_> = (0..n).map(|i| sample_seed(seed, index, i)).collect();
                     let text = own.map_or_else(|| text.clone(), |own| self.text_of(&own.params, tokenizer));
@@ -183,7 +183,7 @@ impl RequestState {
         self.adapter
     }
 
-    /// Whether its reader leaves so many events unread that nothing more should be computed for it now.
+    /// Whether its reader leaves so many events unread that no more steps should run for it now.
     pub fn lags(&self) -> bool {
         self.client.backlog.is_full()
     }
@@ -196,7 +196,7 @@ impl RequestState {
         self.is_suspended = is_suspended;
     }
 
-    /// Bytes that it holds, unread events included.
+    /// Bytes that it holds, including unread events.
     pub fn bytes(&self) -> u64 {
         self.client.charge.bytes() + self.client.backlog.bytes()
     }
@@ -233,8 +233,8 @@ impl RequestState {
         }
     }
 
-    /// Notes that a prompt has been computed, all of it by the policy `weight_version`, and sends its
-    /// log-probabilities if they were asked for.
+    /// Notes that the policy `weight_version` computed a whole prompt, and sends its log-probabilities if they were
+    /// requested.
     pub fn prompt_done(
         &mut self,
         group: GroupKey,
@@ -260,8 +260,8 @@ impl RequestState {
         self.samples.contains_key(&key)
     }
 
-    /// Adds a sample's next token, which the policy `version` made in a step that has ended `now`, and streams
-    /// it if that was asked for. Returns whether the sample has ended, by `finish` or by a stop string.
+    /// Adds a sample's next token, which the policy `version` made in a step that ended `now`, and streams it if the
+    /// request streams tokens. Returns whether the sample has ended, by `finish` or by a stop string.
     pub fn token(
         &mut self,
         key: SampleKey,
@@ -276,7 +276,7 @@ impl RequestState {
         let text_bytes = sample.text_bytes();
         let completes_stop_string = sample.text.as_mut().is_some_and(|text| text.push(logprobs.token));
         let finish = match finish {
-            // The token ends the sample by itself, even if it completes a stop string as well.
+            // The token itself ends the sample, even if it completes a stop string as well.
             Some(FinishReason::Eos | FinishReason::StopToken) => finish,
             _ if completes_stop_string => Some(FinishReason::StopString),
             _ => finish,
@@ -317,12 +317,12 @@ impl RequestState {
         }
     }
 
-    /// Whether nothing is left to come but the terminal event.
+    /// Whether only the terminal event is missing.
     pub fn is_done(&self) -> bool {
         self.samples.is_empty() && self.scores_left == 0
     }
 
-    /// Ends samples that still run as aborted, and sends the terminal event. The time is `now`.
+    /// Ends samples that still run as aborted, and sends the terminal event at time `now`.
     pub fn end(&mut self, now: Instant) {
         let is_aborted = !self.is_done();
         for (key, sample) in std::mem::take(&mut self.samples) {
@@ -345,7 +345,7 @@ impl RequestState {
         let decoded = sample.span.map_or(Duration::ZERO, |(first, last)| last - first);
         self.metrics.sample_done(finish_reason, sample.tokens.len(), decoded);
         self.summary.completion_tokens += u64::from(len);
-        // The backlog counts them from here on.
+        // From here on the backlog counts them.
         self.client.charge.shrink((tokens_bytes(&sample.tokens) + sample.text_bytes() + sample.grammar_bytes) as u64);
         let (prompt_index, sample_index) = (key.group.prompt_index, key.sample_index);
         let text = sample.text.and_then(|text| text.finish(finish_reason == FinishReason::StopString));

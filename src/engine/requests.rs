@@ -1,4 +1,4 @@
-//! Requests by the key that the engine gives them and by the id that their client gave them.
+//! Requests by the key from the engine and by the id from the client.
 
 use std::collections::{BTreeMap, HashMap};
 
@@ -46,7 +46,7 @@ impl Requests {
         self.requests.get_mut(&key)
     }
 
-    /// The requests, the oldest first.
+    /// All requests, the oldest first.
     pub fn iter(&self) -> impl Iterator<Item = &RequestState> {
         self.requests.values()
     }
@@ -73,7 +73,7 @@ impl Requests {
     }
 }
 
-/// Whether `caller` may end a request; `None` may end all.
+/// Whether `caller` may end a request; a caller of `None` may end all.
 fn may_end(caller: Option<Owner>, request: &RequestState) -> bool {
     caller.is_none() || caller == request.owner()
 }

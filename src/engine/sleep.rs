@@ -1,4 +1,4 @@
-//! Sleep and wake: memory is released in a fixed order, and taken back with the policy in it.
+//! Sleep and wake: releases memory in a fixed order, and takes it back with the policy in it.
 
 use super::adapters::Adapters;
 use super::command::{DrainMode, LifecycleStatus, RunningPolicy, SleepLevel, SleepReply, WakeTags};
@@ -19,7 +19,7 @@ impl Sleep {
         Self { awake }
     }
 
-    /// Checks that a sleep may begin, or wait for the accepted requests to end.
+    /// Checks that a sleep may begin, or may wait for the accepted requests to end.
     pub fn check<X: Executor>(
         &self,
         core: &EngineCore<X>,
@@ -41,9 +41,9 @@ impl Sleep {
         Ok(())
     }
 
-    /// Releases the memory of everything that is awake, and measures it. No accepted request may be running. Requests
-    /// that are kept compute their tokens again after the wake. At level 2 the resident adapters are dropped, so
-    /// requests that use one end.
+    /// Releases all memory that is awake, and measures it. No accepted request may be running. The tokens of kept
+    /// requests are computed again after the wake. At level 2 the resident adapters are dropped, so requests that use
+    /// one end.
     pub fn sleep<X: Executor>(
         &self,
         core: &mut EngineCore<X>,
@@ -87,14 +87,14 @@ impl Sleep {
     /// The ledger once the weights, the KV cache or both are awake.
     ///
     /// # Errors
-    /// Refused with `ResourceExhausted` if they exceed the ceiling.
+    /// Refused with `ResourceExhausted` if it exceeds the ceiling.
     fn ledger<X: Executor>(&self, core: &EngineCore<X>, weights: bool, kv_cache: bool) -> Attempt<MemoryBudget> {
         let mut ledger = core.budget.clone();
         self.awake.reserve_parts(&mut ledger, weights, kv_cache).map_err(Failure::Refused)?;
         Ok(ledger)
     }
 
-    /// Asserts that the ledger has the entries of what is awake.
+    /// Asserts that the ledger has the entries of the memory that is awake.
     pub fn check_integrity<X: Executor>(&self, core: &EngineCore<X>) {
         let reserved = |used_for| core.budget.reserved(used_for);
         let AwakeBytes { weights, workspace, kv_cache } = self.awake;
@@ -108,8 +108,7 @@ impl Sleep {
     }
 
     /// Takes memory back. The weights are loaded with the policy that was kept, or that was pushed while they were
-    /// asleep; where there is no policy, `reload` loads the checkpoint. When everything is awake, the engine steps
-    /// again.
+    /// asleep. If there is no policy, `reload` loads the checkpoint. When everything is awake, the engine steps again.
     pub fn wake<X: Executor>(
         &self,
         core: &mut EngineCore<X>,
@@ -128,7 +127,7 @@ impl Sleep {
         let wake_weights = tags.weights && !core.state.weights_awake();
         let wake_kv = tags.kv_cache && !core.state.kv_awake();
         if wake_kv {
-            // A FULL push beside the sleeping cache has left it, in memory that is the cache's.
+            // A FULL push left it while the cache was asleep, in memory that the cache needs now.
             drop(core.take_spare());
         }
         let mut ledger = self.ledger(core, wake_weights, wake_kv)?;
@@ -143,13 +142,13 @@ impl Sleep {
         let woken: Vec<MemoryKind> = weights.into_iter().chain(cache.iter().copied()).collect();
         restore(core, &woken)?;
         if reload && !wake_weights {
-            // Both ledgers, the one of a load that fails too, are without what the base has forgotten.
+            // Either ledger, even that of a failing load, must not count the copies that the base drops here.
             core.reset_base()?;
             ledger = self.ledger(core, wake_weights, wake_kv)?;
         }
         let asleep = std::mem::replace(&mut core.budget, ledger);
         if loads {
-            // Resetting the base has forgotten what was merged, so this order may differ from the one that was checked.
+            // Resetting the base dropped the merged adapter, so this order may differ from the checked one.
             let loaded = core.order(WeightOrder::Load { adapter: core.policy.merged() });
             if let Err(Failure::Refused(Error::ResourceExhausted(_))) = loaded {
                 core.budget = asleep;
@@ -188,12 +187,12 @@ fn release_weights<X: Executor>(core: &mut EngineCore<X>, level: SleepLevel) -> 
     Ok(released)
 }
 
-/// Takes the memory of all of `memories`, or of none.
+/// Takes all of `memories`, or none.
 fn restore<X: Executor>(core: &mut EngineCore<X>, memories: &[MemoryKind]) -> Attempt<()> {
     for (i, memory) in memories.iter().enumerate() {
         match core.executor.restore(*memory) {
             Err(error @ Error::ResourceExhausted(_)) => {
-                // The one that has failed may have taken a part.
+                // The failed one may have taken a part.
                 give_back(core, &memories[..=i])?;
                 return Err(Failure::Refused(error));
             }

@@ -1,4 +1,4 @@
-//! Steps, and the outcomes that they bring to the requests.
+//! Runs steps and emits their outcomes to the requests.
 
 use std::collections::VecDeque;
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -37,7 +37,7 @@ pub(super) struct Steps {
 }
 
 impl Steps {
-    /// Whether the outcomes of the last step are not emitted yet.
+    /// Whether the outcomes of the last step remain to be emitted.
     pub fn has_pending(&self) -> bool {
         self.pending.is_some()
     }
@@ -51,7 +51,7 @@ impl Steps {
         self.throughput.tokens_per_second()
     }
 
-    /// Runs one step: `schedule → launch → collect → update`. Emits the outcomes of the step before while the ranks
+    /// Runs one step: `schedule → launch → collect → update`. Emits the outcomes of the previous step while the ranks
     /// compute this one.
     pub fn run<X: Executor>(&mut self, core: &mut EngineCore<X>) -> Result<()> {
         let _step = trace_span!("step").entered();
@@ -84,8 +84,8 @@ impl Steps {
         Ok(())
     }
 
-    /// Lets the samples run on whose masks have been computed since the last call, and gives their requests the tokens
-    /// before them. If there are none yet, waits for one up to `longest`.
+    /// Continues the samples whose masks were computed since the last call, and emits the tokens before these masks. If
+    /// there are none, waits for one, at most for `longest`.
     pub fn take_masks<X: Executor>(&mut self, core: &mut EngineCore<X>, longest: Duration) {
         for (done, version) in self.masks.take(longest) {
             self.emit(core);
@@ -98,7 +98,7 @@ impl Steps {
         }
     }
 
-    /// Emits the outcomes of the last step, if that is not done yet.
+    /// Emits the outcomes of the last step, unless that is done.
     pub fn emit<X: Executor>(&mut self, core: &mut EngineCore<X>) {
         let Some(StepOutcomes { outcomes, version, ended }) = self.pending.take() else { return };
         let _emit = trace_span!("emit").entered();
@@ -108,7 +108,7 @@ impl Steps {
     }
 }
 
-/// Gives an outcome of a step, which the policy `version` has made and which has ended `now`, to its request.
+/// Emits an outcome of a step, which the policy `version` ran and which ended `now`, to its request.
 fn emit_one<X: Executor>(core: &mut EngineCore<X>, outcome: Outcome, version: WeightVersion, now: Instant) {
     let key = match &outcome {
         Outcome::PromptDone { group, .. } => group.request,
@@ -131,7 +131,7 @@ fn emit_one<X: Executor>(core: &mut EngineCore<X>, outcome: Outcome, version: We
         Outcome::Token { sample, logprobs, finish, grammar_bytes } => {
             let stopped = request.token(sample, logprobs, finish, grammar_bytes, (version, now));
             if stopped && finish.is_none() {
-                // The scheduler knows no text, so it has to be told of a stop string.
+                // The scheduler knows no text, so it cannot see a stop string.
                 scheduler.finish(sample);
             }
         }
@@ -156,11 +156,11 @@ fn emit_one<X: Executor>(core: &mut EngineCore<X>, outcome: Outcome, version: We
     }
 }
 
-/// Sampled tokens over the last ten seconds spent in steps. Idle time does not count, so the figure stays what the
-/// server reached when it last worked.
+/// Throughput over the last ten seconds of stepping. Idle time does not count, so an idle server keeps the figure of
+/// its last work.
 #[derive(Debug, Default)]
 struct Throughput {
-    /// Durations and numbers of sampled tokens of the steps in the window, the oldest first.
+    /// Duration and number of sampled tokens of each step in the window, the oldest first.
     steps: VecDeque<(Duration, usize)>,
     /// Sums over `steps`.
     time: Duration,

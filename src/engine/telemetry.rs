@@ -1,4 +1,4 @@
-//! What the engine publishes to observers: its phase, its steps, and its numbers between two steps.
+//! Publishes the engine's phases, its steps, and its numbers between two steps to observers.
 
 use std::time::{Duration, Instant};
 
@@ -28,12 +28,12 @@ impl Telemetry {
         self.observer.metrics.publish_lifecycle(lifecycle, sleep);
     }
 
-    /// The engine is in `phase` from now on.
+    /// Begins `phase`.
     pub fn enter(&mut self, phase: Phase) {
         self.recorder.enter(phase, self.clock.now());
     }
 
-    /// A step that was begun at `begun` runs this plan.
+    /// Notes that a step that began at `begun` runs this plan.
     pub fn begin_step(&mut self, begun: Instant, plan: &StepPlan) -> StepKind {
         let (kind, phase) = match kind(plan) {
             kind @ StepKind::Prefill => (kind, Phase::Prefill),
@@ -58,18 +58,18 @@ impl Telemetry {
         self.recorder.count_step(ended, tokens as u64, sampled as u64, version);
     }
 
-    /// The push `number` is applied, or a part of it is written.
+    /// Begins the phase in which the push `number` is applied, or a part of it is written.
     pub fn apply_push(&mut self, number: u64) {
         self.enter(Phase::PushApply);
         self.recorder.note(|span| span.push = number);
     }
 
-    /// Memory is reserved for a push.
+    /// Begins the phase in which memory is reserved for a push.
     pub fn reserve_push(&mut self) {
         self.enter(Phase::PushReserve);
     }
 
-    /// What the engine does now has made this version the one that serves.
+    /// Notes that the current phase made this version the serving one.
     pub fn note_version(&mut self, version: WeightVersion) {
         self.recorder.note(|span| span.weight_version = version);
     }
@@ -85,14 +85,14 @@ impl Telemetry {
         self.recorder.note(|span| (span.bytes, span.level) = (weights_bytes + kv_cache_bytes, level));
     }
 
-    /// A wake has ended, `took` after it began, and has taken `bytes`.
+    /// Notes that a wake ended `took` after it began, and took `bytes` back.
     pub fn note_wake(&mut self, reload: bool, took: Duration, bytes: u64) {
         self.observer.metrics.woke(reload, took, bytes);
         self.recorder.note(|span| span.bytes = bytes);
     }
 }
 
-/// What a step computes. A sequence decodes if all tokens of its prompt were computed in earlier steps.
+/// Kind of a step. A sequence decodes if all tokens of its prompt were computed in earlier steps.
 fn kind(plan: &StepPlan) -> StepKind {
     let decoding = plan.sequences.iter().filter(|s| s.start >= s.prompt.tokens.len()).count();
     match decoding {

@@ -1,22 +1,22 @@
-//! The text of a sample, made once while its tokens come: for stop strings, for streamed pieces and for the completion.
+//! The text of a sample, made once while its tokens arrive: for stop strings, streamed pieces and the completion.
 
 use std::sync::Arc;
 
 use crate::text::{IncrementalDetokenizer, StopMatcher, StopStrings, Tokenizer};
 use crate::types::TokenId;
 
-/// Turns the tokens of one sample into text and searches that for stop strings. Special tokens are no part of the text.
+/// Turns the tokens of one sample into text, and searches the text for stop strings. The text omits special tokens.
 #[derive(Clone)]
 pub(super) struct SampleText {
     detokenizer: IncrementalDetokenizer,
     matcher: StopMatcher,
-    /// Whether the client gets the text. If not, it is only searched, and not kept.
+    /// Whether the client gets the text. Otherwise the text is only searched, and not kept.
     is_returned: bool,
     /// The complete characters so far; only those of the last token if the text is not returned.
     text: String,
-    /// Byte length of the text that [`SampleText::next_piece`] has given.
+    /// Byte length of the text that [`SampleText::next_piece`] has returned.
     streamed: usize,
-    /// Byte length of the text before the stop string, once there is one.
+    /// Byte length of the text before the stop string, once a token has completed one.
     stop: Option<usize>,
 }
 
@@ -24,12 +24,12 @@ pub(super) struct SampleText {
 #[derive(Debug, PartialEq)]
 pub(super) struct FinishedText {
     pub whole: String,
-    /// Byte length of the beginning of `whole` that [`SampleText::next_piece`] has given.
+    /// Length in bytes of the part of `whole` that [`SampleText::next_piece`] has returned.
     streamed: usize,
 }
 
 impl FinishedText {
-    /// The end of the text that [`SampleText::next_piece`] has not given; may be empty.
+    /// The end of the text that [`SampleText::next_piece`] has not returned; may be empty.
     pub fn rest(&self) -> &str {
         &self.whole[self.streamed..]
     }
@@ -58,8 +58,8 @@ impl SampleText {
         self.stop.is_some()
     }
 
-    /// What the last tokens have added to a streamed text: complete characters, none of which belongs to a stop string
-    /// or may turn out to. `None` if the text is not returned.
+    /// The next piece of a streamed text: complete characters that do not belong to a stop string and cannot become
+    /// part of one. `None` if the client does not get the text.
     pub fn next_piece(&mut self) -> Option<String> {
         if !self.is_returned {
             return None;
@@ -70,8 +70,8 @@ impl SampleText {
         Some(piece)
     }
 
-    /// Ends the text: before the stop string if that is what `stopped` the sample, else with U+FFFD for a character
-    /// that was not completed. `None` if the text is not returned.
+    /// Ends the text: before the stop string if one `stopped` the sample, else with U+FFFD for an incomplete character.
+    /// `None` if the client does not get the text.
     pub fn finish(mut self, stopped: bool) -> Option<FinishedText> {
         if !self.is_returned {
             return None;
@@ -83,7 +83,7 @@ impl SampleText {
         Some(FinishedText { whole: self.text, streamed: self.streamed })
     }
 
-    /// Bytes of text that are kept.
+    /// Bytes of text that the sample holds.
     pub fn bytes(&self) -> usize {
         if self.is_returned { self.text.len() } else { 0 }
     }

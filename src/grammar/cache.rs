@@ -1,23 +1,23 @@
-//! Grammars that were asked for lately.
+//! A cache of the recently used grammars.
 
 use std::collections::HashMap;
 use std::sync::Arc;
 
 use super::{Grammar, GrammarSource};
 
-/// Most grammars that are kept. A trainer uses a few, an application some dozens.
+/// Most grammars in the cache. A trainer uses a few, and an application some dozens.
 const MOST: usize = 64;
-/// Most bytes that their texts and automata take together.
+/// Most bytes that their texts and automata may take together.
 const MOST_BYTES: usize = 32 << 20;
-/// Most bytes that the rules take for each byte of text, as measured with a chain of short rules.
+/// Most bytes that the rules take per byte of text, as measured with a chain of short rules.
 const BYTES_PER_BYTE: usize = 256;
 
-/// Compiled grammars by their texts. The one that was asked for longest ago goes first.
+/// Compiled grammars by their texts. The least recently used one is evicted first.
 #[derive(Default)]
 pub(super) struct Cache {
     grammars: HashMap<GrammarSource, Entry>,
     bytes: usize,
-    /// Number of times that a grammar was asked for.
+    /// Number of requests for a grammar so far.
     clock: u64,
 }
 
@@ -35,7 +35,7 @@ impl Cache {
         Some(entry.grammar.clone())
     }
 
-    /// Keeps a grammar, unless it is larger than all may be together.
+    /// Adds a grammar, unless it alone exceeds the limit.
     pub fn insert(&mut self, source: GrammarSource, grammar: Arc<Grammar>) {
         let bytes = source.bytes() * BYTES_PER_BYTE + grammar.bytes();
         if bytes > MOST_BYTES || self.grammars.contains_key(&source) {
@@ -73,7 +73,7 @@ mod tests {
         cache.insert(source(MOST), grammar.clone());
         assert!(cache.get(&source(0)).is_some() && cache.get(&source(1)).is_none() && cache.get(&source(2)).is_some());
         assert_eq!(cache.grammars.len(), MOST);
-        // A text of which two do not fit.
+        // Two texts of this size exceed the limit.
         let long = |c: &str| GrammarSource::Lark(c.repeat(MOST_BYTES / BYTES_PER_BYTE / 2));
         for c in ["a", "b"] {
             cache.get(&long(c));

@@ -1,4 +1,4 @@
-//! Compiles grammars away from the engine's thread, one at a time, within limits of time and work.
+//! Compiles grammars outside the engine's thread, one at a time, within limits of time and work.
 
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::mpsc::{self, RecvTimeoutError};
@@ -17,20 +17,20 @@ use crate::error::{Error, Result};
 use crate::text::Tokenizer;
 use crate::types::TokenId;
 
-/// Stack of the thread that compiles, in bytes: grammars are compiled by recursion over their parts. Only what is used
-/// of it takes memory.
+/// Stack of the compiling thread, in bytes: the compiler recurses over the parts of a grammar. Only the used part takes
+/// memory.
 const STACK_BYTES: usize = 64 << 20;
 /// Longest time for compiling one grammar. Large schemas of real interfaces take a tenth of a second.
 const LONGEST: Duration = Duration::from_secs(10);
-/// Most compilations that run on after they have passed [`LONGEST`], each on a thread that cannot be ended. While there
-/// are as many, no new grammar is compiled.
+/// Most strays: compilations that exceeded [`LONGEST`] and keep running, each on a thread that cannot be stopped. While
+/// there are this many, no new grammar is compiled.
 const MOST_STRAYS: usize = 2;
-/// Most grammars that wait to be compiled. Each holds a thread of the pool that parses requests.
+/// Most grammars that wait to be compiled. Each blocks a thread of the pool that parses requests.
 const MOST_WAITING: usize = 32;
-/// Longest message of the compiler that is passed on, in bytes.
+/// Longest compiler message in an error, in bytes.
 const MAX_MESSAGE_BYTES: usize = 500;
 
-/// What a grammar may take. A mask that takes more than the limits of a step or a row ends its request.
+/// Limits on the work for a grammar. A mask that exceeds the limits of a step or a row ends its request.
 fn limits() -> ParserLimits {
     ParserLimits {
         max_items_in_row: 2000,
@@ -44,14 +44,14 @@ fn limits() -> ParserLimits {
     }
 }
 
-/// Compiles grammars for one tokenizer, and keeps those that were asked for lately.
+/// Compiles grammars for one tokenizer, and caches those that were used recently.
 pub struct GrammarCompiler(Arc<Shared>);
 
-/// What the threads that compile share with those that wait for them.
+/// State that compiling threads share with the threads that wait for them.
 struct Shared {
     tokenizer: Arc<Tokenizer>,
     vocabulary: OnceLock<std::result::Result<Vocabulary, String>>,
-    /// The grammar of JSON objects, for which no request waits.
+    /// The grammar of JSON objects, compiled ahead so that no request waits for it.
     json_object: OnceLock<Arc<Grammar>>,
     cache: Mutex<Cache>,
     turns: Mutex<Turns>,
@@ -59,19 +59,19 @@ struct Shared {
     waiting: AtomicUsize,
 }
 
-/// Which compilation has its turn.
+/// The turns of compilations: one compilation at a time has the turn.
 #[derive(Default)]
 struct Turns {
-    /// Number of turns that have been given.
+    /// Number of turns so far.
     given: u64,
-    /// The turn that runs.
+    /// Number of the turn that a compilation has now.
     running: Option<u64>,
-    /// Number of compilations that have lost their turn and run on.
+    /// Number of compilations that lost their turn and keep running.
     strays: usize,
 }
 
 impl GrammarCompiler {
-    /// Nothing is built before the first grammar.
+    /// The vocabulary is built for the first grammar, not before.
     pub fn new(tokenizer: Arc<Tokenizer>) -> Self {
         Self(Arc::new(Shared {
             tokenizer,
@@ -84,12 +84,12 @@ impl GrammarCompiler {
         }))
     }
 
-    /// The grammar of `source`, for a request whose samples end by the tokens `ends`, to a model with `logits` logits
-    /// in a row, which is always the same. This may take seconds.
+    /// The grammar of `source` for a request whose samples end with the tokens `ends`. `logits` is the number of logits
+    /// in a row of the model, the same in every call. This may take seconds.
     ///
     /// # Errors
-    /// `InvalidArgument` if the grammar is wrong or takes more than the limits; the field is left to the caller.
-    /// `ResourceExhausted` if too many others are being compiled.
+    /// `InvalidArgument` if the grammar is wrong or exceeds a limit; the caller names the field. `ResourceExhausted` if
+    /// too many others are being compiled.
     pub fn compile(&self, source: &GrammarSource, logits: usize, ends: &[TokenId]) -> Result<Grammar> {
         let known = match source {
             GrammarSource::JsonObject => self.0.json_object.get().cloned(),
@@ -102,7 +102,8 @@ impl GrammarCompiler {
         Ok(grammar.for_request(ends))
     }
 
-    /// Compiles the grammar of JSON objects ahead of any request. If the tokenizer cannot be used, the requests say so.
+    /// Compiles the grammar of JSON objects ahead of any request. If the tokenizer cannot be used, each request reports
+    /// it.
     pub fn prepare(&self, logits: usize) {
         if let Ok(grammar) = self.compile_new(&GrammarSource::JsonObject, logits) {
             self.keep(&GrammarSource::JsonObject, grammar);
@@ -120,15 +121,15 @@ impl GrammarCompiler {
         }
     }
 
-    /// Compiles on a thread of its own, which has stack enough, and can be left alone if it takes too long.
+    /// Compiles on a separate thread, which has enough stack and can be abandoned if it takes too long.
     fn compile_new(&self, source: &GrammarSource, logits: usize) -> Result<Grammar> {
         let top_level = source.grammar()?;
         let shared = self.0.clone();
         self.on_a_thread(LONGEST, move || shared.compile(top_level, logits))
     }
 
-    /// The result of `work`, for which this waits its turn. Work that takes longer than `longest` gives its turn back
-    /// and runs on as a stray.
+    /// Waits for a turn and returns the result of `work`. Work that takes longer than `longest` loses its turn and
+    /// keeps running as a stray.
     fn on_a_thread<T: Send + 'static>(
         &self,
         longest: Duration,
@@ -158,7 +159,7 @@ impl GrammarCompiler {
     }
 }
 
-/// The turn of one compilation. It ends with the compilation, or when that becomes a stray.
+/// The turn of one compilation. It ends when the compilation ends or becomes a stray.
 struct Turn {
     shared: Arc<Shared>,
     number: u64,
@@ -197,7 +198,7 @@ impl Drop for Turn {
 }
 
 impl Shared {
-    /// Gives the turn `number` to the next compilation, unless it has ended just now.
+    /// Passes the turn `number` on to the next compilation, unless it has just ended.
     fn leave_alone(&self, number: u64) {
         let mut turns = lock(&self.turns);
         if turns.running == Some(number) {
@@ -216,7 +217,7 @@ impl Shared {
     }
 }
 
-/// A grammar that waits for its turn or is being compiled.
+/// Counts a grammar that waits for its turn or is being compiled.
 struct Waiting(Arc<Shared>);
 
 impl Waiting {
@@ -237,7 +238,7 @@ impl Drop for Waiting {
     }
 }
 
-/// The compiler's message as the reason of a refusal: one line, and shortened.
+/// The compiler's message as an error: on one line, and shortened.
 fn refusal(message: &str) -> Error {
     let words: Vec<&str> = message.split_whitespace().filter(|word| *word != "<non-verbose/>").collect();
     let message = words.join(" ");
@@ -246,7 +247,7 @@ fn refusal(message: &str) -> Error {
     invalid(format!("cannot be compiled: {}{rest}", &message[..end]))
 }
 
-/// A panic under one of these locks leaves what they guard as it was.
+/// Locks `mutex`, even after a panic: no panic leaves the guarded state half changed.
 fn lock<T>(mutex: &Mutex<T>) -> std::sync::MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
@@ -280,7 +281,7 @@ mod tests {
         compile(lark(0)).expect("it is compiled already");
         compile(GrammarSource::JsonObject).expect("it is compiled from the start");
         ends.pop();
-        // The stray's thread ends by itself, at some time.
+        // The stray's thread ends by itself eventually.
         while matches!(compile(lark(101)), Err(Error::ResourceExhausted(_))) {
             thread::yield_now();
         }

@@ -1,15 +1,16 @@
-//! Structured output: what a grammar lets a sample say next. The grammars themselves (regular expressions, JSON
-//! schemas, Lark) are the work of the llguidance crate; this module bounds what they may take, and makes masks of them.
+//! Structured output: grammars that limit the next tokens of a sample. The llguidance crate implements the grammars
+//! themselves (regular expressions, JSON schemas, Lark); this module bounds their time and memory, and turns them into
+//! masks.
 //!
-//! A [`GrammarCompiler`] makes a [`Grammar`] of a client's text, away from the engine's thread. Each sample has its own
-//! [`GrammarState`], which knows what may follow the sample's tokens: it is a function of the grammar and of those
-//! tokens alone, so it stays as it is through a preemption, and is never stored anywhere else.
+//! A [`GrammarCompiler`] compiles a client's text to a [`Grammar`], outside the engine's thread. Each sample has its
+//! own [`GrammarState`], which knows the tokens that may follow. It depends only on the grammar and on the sample's
+//! tokens, so it stays valid through a preemption, and is never stored anywhere else.
 //!
-//! Masks are computed on the engine's thread within each step's [`MaskBudget`], and the others on a thread of the
-//! [`MaskQueue`]. Time decides where and when a mask is computed, and may end a request; it never changes a mask.
+//! The engine's thread computes masks within each step's [`MaskBudget`], and a thread of the [`MaskQueue`] computes the
+//! rest. Time decides where and when a mask is computed, and may end a request; it never changes a mask.
 //!
-//! A token is allowed if the sample's text can still become one that the grammar accepts, however its bytes are cut
-//! into tokens. Where the text is complete, the tokens that end a sample are allowed as well.
+//! A mask allows a token if the sample's text can still become one that the grammar accepts, however its bytes are cut
+//! into tokens. Where the text is complete, the mask also allows the tokens that end a sample.
 
 mod cache;
 mod compiler;

@@ -1,4 +1,4 @@
-//! Masks that are computed on a thread of their own, so that the engine's thread can run the other samples meanwhile.
+//! Computes masks on a separate thread, so that the engine's thread can run the other samples meanwhile.
 
 use std::collections::VecDeque;
 use std::sync::mpsc::{Receiver, Sender, channel};
@@ -9,15 +9,15 @@ use std::time::Duration;
 use super::{GrammarError, GrammarState};
 use crate::types::{RequestKey, SampleKey, TokenId, WeightVersion};
 
-/// Most masks that are handed to the thread at once, so that it has work while the engine steps. All others wait in the
-/// queue, where requests take turns: no request waits for more than these and one mask of each other request.
+/// Most masks that the thread has at once, so that it has work while the engine steps. All others wait in the queue,
+/// where requests take turns: a request waits for these and one mask of each other request at most.
 const MOST_AHEAD: usize = 4;
 
-/// A mask that is too expensive for the engine's thread, or that the step has no time left for.
+/// A mask to compute that is too expensive for the engine's thread, or that the step has no time left for.
 #[derive(Debug)]
 pub struct MaskJob {
     pub sample: SampleKey,
-    /// The sample's tokens. The mask is the one after the last of them.
+    /// The sample's tokens. The mask follows the last one.
     pub outputs: Vec<TokenId>,
     /// The sample's state before its last token.
     pub state: Box<GrammarState>,
@@ -25,7 +25,7 @@ pub struct MaskJob {
 }
 
 impl MaskJob {
-    /// The job is dropped once the returned token is.
+    /// Returns the job and its token: once the token is dropped, the queue drops the job.
     pub fn new(sample: SampleKey, outputs: Vec<TokenId>, state: Box<GrammarState>) -> (Self, Arc<()>) {
         let token = Arc::new(());
         (Self { sample, outputs, state, wanted: Arc::downgrade(&token) }, token)
@@ -38,28 +38,27 @@ impl MaskJob {
     }
 }
 
-/// A mask that has been computed.
+/// A computed mask.
 #[derive(Debug)]
 pub struct MaskDone {
     pub sample: SampleKey,
     pub state: Box<GrammarState>,
-    /// The bytes that the grammar takes more than before.
+    /// Number of bytes by which the grammar grew.
     pub advanced: Result<usize, GrammarError>,
 }
 
-/// A job with the version of the policy that sampled its token.
+/// A job, or its result, with the version of the policy that sampled its last token.
 type Versioned<T> = (T, WeightVersion);
 
-/// The ways to the thread and from it. A job that is no longer wanted comes back as `None`.
+/// The channels to the thread and back. A job that is no longer needed returns as `None`.
 type MaskThread = (Sender<Versioned<MaskJob>>, Receiver<Versioned<Option<MaskDone>>>);
 
-/// The jobs that wait or are under way. There is at most one for each sample, so the scheduler's limits bound their
-/// number.
+/// The jobs that wait or run. A sample has at most one job, so the scheduler's limits bound their number.
 #[derive(Default)]
 pub struct MaskQueue {
     waiting: VecDeque<(RequestKey, VecDeque<Versioned<MaskJob>>)>,
     num_ahead: usize,
-    /// Masks that were computed here because no thread could be started.
+    /// Masks that the engine's thread computed because no other thread could be started.
     computed: Vec<Versioned<MaskDone>>,
     /// Started with the first job.
     thread: Option<MaskThread>,
@@ -70,7 +69,7 @@ impl MaskQueue {
         self.num_ahead == 0 && self.waiting.is_empty() && self.computed.is_empty()
     }
 
-    /// Adds the job of a token that was sampled by the policy `version`. Without a thread it is run at once.
+    /// Adds a job for a token that the policy `version` sampled. If no thread can be started, the job runs at once.
     pub fn push(&mut self, job: MaskJob, version: WeightVersion) {
         if self.thread.is_none() {
             match start() {
@@ -89,7 +88,7 @@ impl MaskQueue {
         self.hand_over();
     }
 
-    /// The masks that have been computed since the last call. If there are none yet, waits for one up to `longest`.
+    /// The masks that were computed since the last call. If there are none, waits for one, at most for `longest`.
     pub fn take(&mut self, longest: Duration) -> Vec<Versioned<MaskDone>> {
         let mut computed = std::mem::take(&mut self.computed);
         let Some((_, results)) = &self.thread else { return computed };
@@ -119,7 +118,7 @@ impl MaskQueue {
     }
 }
 
-/// The thread ends with its queue, after the mask that it is computing.
+/// Starts the thread. It ends when the queue is dropped, after the mask that it is computing.
 fn start() -> std::io::Result<MaskThread> {
     let (to_thread, jobs) = channel::<Versioned<MaskJob>>();
     let (results, from_thread) = channel();

@@ -1,4 +1,4 @@
-//! What a client may ask for.
+//! The grammars that a client may request.
 
 use llguidance::api::TopLevelGrammar;
 use regex::Regex;
@@ -6,8 +6,7 @@ use serde_json::Value;
 
 use crate::error::{Error, Result};
 
-/// Longest text of a grammar in bytes; of choices, all of them together. Compiling takes time and memory by the text's
-/// length.
+/// Longest text of a grammar in bytes; all choices count together. The time and memory of compiling grow with it.
 const MAX_BYTES: usize = 128 << 10;
 /// Most choices. Each is an alternative of the grammar.
 const MAX_CHOICES: usize = 4096;
@@ -15,10 +14,10 @@ const MAX_CHOICES: usize = 4096;
 const MAX_MULTIPLE: u64 = 10_000;
 
 /// Most work for comparing the patterns of one `patternProperties`: their number squared, times their mean length in
-/// bytes. Each pattern is compared with every other one, by llguidance, within no limit: 400 patterns of 12 bytes take
-/// 25 s, and these a second.
+/// bytes. llguidance compares each pattern with every other one, without a limit: 400 patterns of 12 bytes take 25 s,
+/// and this much work takes a second.
 const MAX_PATTERN_WORK: usize = 50_000;
-/// Values of `$schema` that llguidance knows, without the `#` that may follow. It refuses others at the root.
+/// Values of `$schema` that llguidance knows, without the `#` that may follow. It rejects others at the root.
 const KNOWN_DRAFTS: [&str; 5] = [
     "https://json-schema.org/draft/2020-12/schema",
     "https://json-schema.org/draft/2019-09/schema",
@@ -27,16 +26,16 @@ const KNOWN_DRAFTS: [&str; 5] = [
     "http://json-schema.org/draft-04/schema",
 ];
 
-/// The texts that a sample may have.
+/// The set of texts that a sample may have.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub enum GrammarSource {
-    /// Those that this regular expression matches whole.
+    /// Texts that this regular expression matches as a whole.
     Regex(String),
-    /// JSON documents that this schema, itself JSON, accepts.
+    /// JSON documents that this JSON schema accepts.
     JsonSchema(String),
-    /// One of these.
+    /// One of these texts.
     Choice(Vec<String>),
-    /// Those of this Lark grammar.
+    /// Texts of this Lark grammar.
     Lark(String),
     /// JSON objects.
     JsonObject,
@@ -52,10 +51,10 @@ impl GrammarSource {
         }
     }
 
-    /// Checks what can be checked without compiling, and makes the grammar that is compiled.
+    /// Makes all checks that need no compiling, and returns the grammar to compile.
     ///
     /// # Errors
-    /// `InvalidArgument`; the field is left to the caller.
+    /// `InvalidArgument`; the caller names the field.
     pub(super) fn grammar(&self) -> Result<TopLevelGrammar> {
         let bytes = self.bytes();
         if bytes > MAX_BYTES {
@@ -110,7 +109,7 @@ fn schemas_within(lark: &str) -> Vec<Value> {
 }
 
 /// Checks that the numbers of all `multipleOf` have a small least common multiple. The automaton of the multiples of m
-/// has m states, and no limit of llguidance's holds while it is made: for a million it takes seconds and 400 MB.
+/// has m states, and llguidance builds it without a limit: a million states take seconds and 400 MB.
 fn check_multiples<'a>(schemas: impl IntoIterator<Item = &'a Value>) -> Result<()> {
     let mut product = 1;
     let mut rest: Vec<&Value> = schemas.into_iter().collect();
@@ -145,8 +144,8 @@ fn drop_unknown_draft(schema: &mut Value) {
     }
 }
 
-/// Checks that no `patternProperties` have more patterns than can be compared in a short time. Those of the members of
-/// an `allOf` are compared as if they were of one schema, once for each member.
+/// Checks that no `patternProperties` have more patterns than can be compared in a short time. llguidance compares the
+/// patterns of all members of an `allOf` with each other, once for each member.
 fn check_patterns(schema: &Value) -> Result<()> {
     let mut rest = vec![schema];
     while let Some(value) = rest.pop() {
@@ -193,7 +192,7 @@ fn check_pattern_work(value: Option<&Value>, times: usize) -> Result<()> {
 
 /// Checks that no rule has an attribute that would be ignored.
 fn check_attributes(lark: &str) -> Result<()> {
-    // Texts, regular expressions and comments, so that what is in them is passed over.
+    // Matches texts, regular expressions and comments, to skip their content.
     let text = r#""(?:\\.|[^"\\])*"|/(?:\\.|[^/\\\n])+/|(?:\#|//)[^\n]*"#;
     let attribute = Regex::new(&format!(r"{text}|\b(temperature)\s*=")).expect("a valid pattern");
     match attribute.captures_iter(lark).find(|found| found.get(1).is_some()) {
@@ -202,7 +201,7 @@ fn check_attributes(lark: &str) -> Result<()> {
     }
 }
 
-/// The digits of a number without its sign, decimal point and zeros at the end; None if there are too many, or none.
+/// The digits of a number without its sign, decimal point and trailing zeros; None if there are no digits or too many.
 fn significant_digits(number: &str) -> Option<u64> {
     let mantissa = number.split(['e', 'E']).next().unwrap_or_default();
     let digits: String = mantissa.chars().filter(char::is_ascii_digit).collect();

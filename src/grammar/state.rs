@@ -1,4 +1,4 @@
-//! A compiled grammar, and where a sample is in it.
+//! A compiled grammar, and a sample's position in it.
 
 use std::fmt;
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -14,29 +14,29 @@ use super::watchdog::Watchdog;
 use crate::error::panic_message;
 use crate::types::{SamplingParams, TokenId, TokenMask};
 
-/// Processor time for one token that is not counted. Masks of real schemas take some tens of microseconds, the first
-/// ones of a large schema a few milliseconds.
+/// Processor time that each token gets for free. Masks of real schemas take some tens of microseconds, and the first
+/// masks of a large schema a few milliseconds.
 const TIME_PER_TOKEN: Duration = Duration::from_millis(5);
 /// Most processor time that all tokens of a request's samples may take together beyond [`TIME_PER_TOKEN`] each.
-/// llguidance counts the items of its tables, but not the comparisons between them, of which an ambiguous grammar needs
-/// the third power. So only time bounds those.
+/// llguidance counts the items of its tables, but not the comparisons between them, whose number grows with the third
+/// power in an ambiguous grammar. So only time bounds those.
 const MOST_EXCESS: Duration = Duration::from_secs(2);
-/// Longest time for one token's mask. Masks within the limits that are counted take less than a second.
+/// Longest time for one token's mask. Masks within the counted limits take less than a second.
 const LONGEST_MASK: Duration = Duration::from_secs(10);
 /// Time that the masks of one step may take on the engine's thread: those of 256 samples with real schemas.
 const STEP_TIME: Duration = Duration::from_millis(20);
 
-/// Why a grammar cannot say which tokens may follow.
+/// The reason why a grammar has no next mask.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum GrammarError {
-    /// It passes a limit that is counted, so it always does at this place.
+    /// It exceeds a counted limit, and so does every attempt at this place.
     TooMuchWork(String),
-    /// It passes a limit of time.
+    /// It exceeds a limit of time.
     TooMuchTime(String),
 }
 
-/// What is left of the time that masks may take on the engine's thread in one step. It decides where and when a mask is
-/// computed, never what it is.
+/// The rest of the time that masks may take on the engine's thread in one step. It decides where and when a mask is
+/// computed, never its content.
 #[derive(Clone, Debug)]
 pub struct MaskBudget(Duration);
 
@@ -56,37 +56,37 @@ impl Default for MaskBudget {
 #[derive(Clone)]
 pub struct Grammar(GrammarState);
 
-/// What may follow the tokens that a sample has.
+/// The tokens that may follow a sample's tokens.
 #[derive(Clone)]
 pub struct GrammarState {
     parser: TokenParser,
     /// Number of tokens of the vocabulary; the next id stands for the end of the text.
     vocabulary: usize,
     watchdog: Watchdog,
-    /// The tokens that end a sample, and are allowed where its text is complete.
+    /// The tokens that end a sample; they are allowed where its text is complete.
     ends: Arc<[TokenId]>,
     mask: TokenMask,
     is_complete: bool,
     /// The parser before the first token.
     start: Arc<TokenParser>,
-    /// Whether `parser` has lost its place, and must be given the sample's tokens again.
+    /// Whether `parser` was cancelled in the middle of a token, so that a new one must parse the sample's tokens again.
     is_lost: bool,
-    /// Processor time that the last mask took.
+    /// Processor time of the last mask.
     took: Duration,
     /// Microseconds that the request's samples have taken beyond [`TIME_PER_TOKEN`].
     excess: Arc<AtomicU64>,
-    /// The bytes of what the request's samples share, as they were counted last.
+    /// Bytes that the request's samples share, as last counted.
     counted: Arc<AtomicUsize>,
 }
 
 impl Grammar {
-    /// About the bytes of a sample's state before its first token.
+    /// Approximate size in bytes of a sample's state before its first token.
     pub const SAMPLE_BYTES: usize = 16 << 10;
 
     /// The grammar of a parser that has taken no token.
     ///
     /// # Errors
-    /// Why no mask can be computed.
+    /// The reason why no mask can be computed.
     pub(super) fn new(mut parser: TokenParser, vocabulary: usize, watchdog: Watchdog) -> Result<Self, String> {
         parser.enable_cancellation();
         let mut state = GrammarState {
@@ -108,8 +108,8 @@ impl Grammar {
         }
     }
 
-    /// The grammar for the samples of one request, which end by `ends`. What they learn of it is theirs alone, so that
-    /// no limit is reached by what others do.
+    /// The grammar for the samples of one request; the tokens `ends` end a sample. The samples share their automaton
+    /// with no other request, so that other requests cannot push this one over a limit.
     pub(super) fn for_request(&self, ends: &[TokenId]) -> Self {
         let ends = ends.iter().copied().filter(|end| (*end as usize) < self.0.vocabulary).collect();
         let counted = Arc::new(AtomicUsize::new(self.0.shared_bytes()));
@@ -120,7 +120,7 @@ impl Grammar {
         Self(state)
     }
 
-    /// The state of a sample without tokens.
+    /// The state of a sample that has no tokens.
     pub fn start(&self) -> GrammarState {
         self.0.clone()
     }
@@ -130,15 +130,15 @@ impl Grammar {
         self.0.goes_on(params, 0)
     }
 
-    /// Bytes that are shared by all samples of the request.
+    /// Bytes that all samples of the request share.
     pub fn bytes(&self) -> usize {
         self.0.shared_bytes()
     }
 }
 
 impl GrammarState {
-    /// About the bytes that a sample's own state grows by with each token: a token has some four bytes of text, and a
-    /// byte a place in the automaton and, between the words of a grammar, a row of what may follow.
+    /// Approximate number of bytes by which a sample's own state grows per token. A token has about four bytes of text;
+    /// each byte takes a place in the automaton and, between the words of a grammar, a row of the parser's table.
     pub const BYTES_PER_TOKEN: usize = 512;
 
     /// The tokens that may come next.
@@ -146,19 +146,19 @@ impl GrammarState {
         &self.mask
     }
 
-    /// Whether a token is left that a sample with `params` and `num_outputs` tokens may be given.
+    /// Whether a sample with `params` and `num_outputs` tokens can have another token.
     pub fn goes_on(&self, params: &SamplingParams, num_outputs: usize) -> bool {
         self.mask.tokens().any(|token| params.may_sample(token, num_outputs))
     }
 
-    /// Notes that the sample has been given `token`, which the mask allows and which does not end it, if the mask after
-    /// it can be computed within `budget`. Returns the bytes that the grammar takes more than before, of which
-    /// [`GrammarState::BYTES_PER_TOKEN`] are the sample's own. `None` leaves it to [`GrammarState::advance`].
+    /// Adds `token`, which the mask allows and which does not end the sample, if the next mask can be computed within
+    /// `budget`. Returns by how many bytes the grammar grew, of which [`GrammarState::BYTES_PER_TOKEN`] are the
+    /// sample's own. After `None` the caller must use [`GrammarState::advance`].
     ///
     /// # Errors
-    /// Why the grammar cannot say which tokens may follow.
+    /// The reason why the grammar has no next mask.
     pub fn advance_within(&mut self, token: TokenId, budget: &mut MaskBudget) -> Result<Option<usize>, GrammarError> {
-        // A mask that took long is followed by another one that does.
+        // After a slow mask, the next one is slow too.
         if self.is_lost || self.took > TIME_PER_TOKEN || budget.0.is_zero() {
             return Ok(None);
         }
@@ -174,17 +174,17 @@ impl GrammarState {
         }
     }
 
-    /// Leaves a parser that can be used no more. [`GrammarState::advance`] gives its tokens to a new one.
+    /// Marks the parser as unusable. [`GrammarState::advance`] feeds the tokens to a new one.
     pub(super) fn lose(&mut self) {
         self.parser = (*self.start).clone();
         self.is_lost = true;
     }
 
-    /// Notes that the sample has been given the last of its tokens `outputs`, however long the mask after it takes
-    /// within the request's limits. Returns what [`GrammarState::advance_within`] does.
+    /// Adds the last of the sample's tokens `outputs`, even if the next mask is slow, within the request's limits.
+    /// Returns the same number as [`GrammarState::advance_within`].
     ///
     /// # Errors
-    /// Why the grammar cannot say which tokens may follow.
+    /// The reason why the grammar has no next mask.
     pub fn advance(&mut self, outputs: &[TokenId]) -> Result<usize, GrammarError> {
         let (token, before) = outputs.split_last().expect("a sample that advances has a token");
         let too_long = || GrammarError::TooMuchTime(format!("takes more than {} s", LONGEST_MASK.as_secs()));
@@ -205,8 +205,8 @@ impl GrammarState {
         Ok(self.grown())
     }
 
-    /// The masks after each of `drafts`, up to the first one that the grammar forbids, that would end the sample, or
-    /// whose mask takes more than `budget`.
+    /// The masks after each of `drafts`, up to the first draft that the grammar forbids, that would end the sample, or
+    /// whose mask exceeds `budget`.
     pub fn masks_after(&self, drafts: &[TokenId], budget: &mut MaskBudget) -> Vec<TokenMask> {
         let mut ahead = self.clone();
         let mut masks = Vec::new();
@@ -220,13 +220,13 @@ impl GrammarState {
         masks
     }
 
-    /// Bytes that all samples of a request share: the automaton of the grammar's words, which grows as it is used.
+    /// Bytes that all samples of a request share: the automaton of the grammar's words, which grows with use.
     pub fn shared_bytes(&self) -> usize {
         self.parser.parser.lexer_stats().num_bytes
     }
 
-    /// Gives the parser `token` and computes the mask after it. Returns false, and leaves a parser that cannot be used,
-    /// if that takes longer than `most`.
+    /// Feeds `token` to the parser and computes the next mask. If that takes longer than `most`, returns false and
+    /// leaves the parser unusable.
     fn take(&mut self, token: TokenId, most: Duration) -> Result<bool, GrammarError> {
         let taken = self.within(most, |state| {
             let before = state.parser.num_tokens();
@@ -239,7 +239,7 @@ impl GrammarState {
         taken.map_err(GrammarError::TooMuchWork)
     }
 
-    /// The bytes that the sample's last token has added.
+    /// Number of bytes that the sample's last token added.
     fn grown(&self) -> usize {
         let shared = self.shared_bytes();
         Self::BYTES_PER_TOKEN + shared.saturating_sub(self.counted.fetch_max(shared, Ordering::Relaxed))
@@ -253,13 +253,13 @@ impl GrammarState {
         match self.parser.compute_mask() {
             Ok(allowed) => {
                 words.copy_from_slice(&allowed.as_slice()[..num_words]);
-                // The bit after the vocabulary stands for the end, and what is beyond it for nothing.
+                // The bit after the vocabulary stands for the end; the bits after that have no meaning.
                 if !len.is_multiple_of(32) {
                     words[len / 32] &= (1 << (len % 32)) - 1;
                 }
                 self.is_complete = allowed.is_allowed(len as TokenId);
             }
-            // No token fits, and the text is not complete.
+            // No token may follow, and the text is not complete.
             Err(_) if self.parser.stop_reason() == StopReason::NoExtensionBias => {}
             Err(error) => return Err(error.to_string()),
         }
@@ -268,7 +268,7 @@ impl GrammarState {
         Ok(())
     }
 
-    /// Adds the tokens that end the sample to the mask, if the text is complete.
+    /// Adds the tokens that end the sample to the mask if the text is complete.
     fn allow_ends(&mut self) {
         if self.is_complete && !self.ends.is_empty() {
             let mut words = self.mask.words().to_vec();
@@ -277,7 +277,8 @@ impl GrammarState {
         }
     }
 
-    /// Calls `work`, and returns false if it took longer than `most` and was cancelled. A panic in it is an error.
+    /// Calls `work`. Returns false if it was cancelled because it took longer than `most`. A panic in it becomes an
+    /// error.
     fn within(&mut self, most: Duration, work: impl FnOnce(&mut Self) -> Result<(), String>) -> Result<bool, String> {
         let handle = self.parser.cancellation_handle().expect("a parser can be cancelled");
         let (watchdog, started) = (self.watchdog.clone(), processor_time());
@@ -292,7 +293,7 @@ impl GrammarState {
     }
 }
 
-/// Processor time of this thread. Unlike the time that passes it is about the same on a machine with other work.
+/// Processor time of this thread. Unlike wall time, it hardly depends on the machine's other load.
 fn processor_time() -> Duration {
     let time = clock_gettime(ClockId::ThreadCPUTime);
     Duration::new(time.tv_sec as u64, time.tv_nsec as u32)

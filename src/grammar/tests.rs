@@ -7,7 +7,7 @@ use crate::error::Error;
 use crate::text::Tokenizer;
 use crate::types::{SamplingParams, TokenId};
 
-/// Logits in a row of the fixture's model: more than the tokenizer has tokens.
+/// Number of logits in a row of the fixture's model: more than the tokenizer has tokens.
 const LOGITS: usize = 512;
 const EOS: TokenId = 2;
 
@@ -43,7 +43,7 @@ fn refusal(compiler: &GrammarCompiler, source: &GrammarSource) -> String {
     }
 }
 
-/// Takes the tokens that `choose` picks of the allowed ones until the text may end there, or `most` were taken.
+/// Feeds allowed tokens that `choose` picks, until the text may end or `most` tokens were fed.
 fn walk(
     state: &mut GrammarState,
     most: usize,
@@ -155,7 +155,7 @@ fn what_is_wrong_is_refused_with_its_reason() {
     }
 }
 
-/// A schema with `n` patterns for names, of which no two have a name in common.
+/// A schema with `n` patterns for names, no two of which match the same name.
 fn patterns(n: usize) -> String {
     let patterns = (0..n).map(|i| format!(r#""^p{i}_[a-z]+$":{{"type":"integer"}}"#)).collect::<Vec<_>>();
     format!(r#"{{"type":"object","patternProperties":{{{}}}}}"#, patterns.join(","))
@@ -176,7 +176,7 @@ fn what_is_not_wrong_is_taken() {
     }
 }
 
-/// A mask is the same wherever it is computed, and whether the attempt before it was given up.
+/// A mask is the same on every thread, even if an earlier attempt to compute it was cancelled.
 #[test]
 fn a_mask_that_is_computed_later_is_the_same() {
     let compiler = compiler();
@@ -206,8 +206,8 @@ fn a_mask_that_is_computed_later_is_the_same() {
     }
 }
 
-/// The samples of a request have one allowance of time, and the first that passes it ends the request as one that can
-/// be tried again: no count says how ambiguous a grammar is.
+/// The samples of a request share one allowance of time. The first sample that exceeds it ends the request with an
+/// error that allows a retry, because no count measures how ambiguous a grammar is.
 #[test]
 fn the_samples_of_a_request_share_their_time() {
     let grammar = compiler().compile(&lark("start: start start | \"a\""), LOGITS, &[EOS]).unwrap();
@@ -225,8 +225,8 @@ fn the_samples_of_a_request_share_their_time() {
     assert!(matches!(ended, Err(GrammarError::TooMuchTime(_))), "{ended:?}");
 }
 
-/// Grammars that would take much time or memory are refused when they are compiled or, at the latest, when a mask of
-/// them takes more than it may. What they take until then is what the limits allow.
+/// Grammars that would take much time or memory are rejected when they are compiled or, at the latest, when one of
+/// their masks exceeds a limit. Until then they take no more than the limits allow.
 #[test]
 fn bombs_are_refused() {
     let compiler = compiler();

@@ -1,4 +1,4 @@
-//! The model's vocabulary as llguidance takes it.
+//! The model's vocabulary in llguidance's form.
 
 use std::sync::Arc;
 
@@ -10,25 +10,26 @@ use super::watchdog::Watchdog;
 use crate::text::Tokenizer;
 use crate::types::TokenId;
 
-/// The tokens, and what all grammars share.
+/// The tokens, and the parser factory that all grammars share.
 pub(super) struct Vocabulary {
     pub factory: ParserFactory,
-    /// Number of tokens. The token after the last one stands for the end: it is allowed where a text is complete.
+    /// Number of tokens. The id after the last one stands for the end: it is allowed where a text is complete.
     pub len: usize,
     pub watchdog: Watchdog,
 }
 
 impl Vocabulary {
-    /// The tokens that have a text and a logit, of which a row has `logits`.
+    /// Collects the tokens that have both a text and one of the `logits` logits.
     ///
     /// # Errors
-    /// The message of llguidance.
+    /// llguidance's message.
     pub fn new(tokenizer: &Tokenizer, logits: usize, limits: ParserLimits) -> Result<Self, String> {
         let len = tokenizer.vocab_size().min(logits);
         let mut words: Vec<Vec<u8>> = (0..len as TokenId).map(|token| word(tokenizer, token)).collect();
         words.push([&[TokTrie::SPECIAL_TOKEN_MARKER], &b"<|end of text|>"[..]].concat());
         let trie = TokTrie::from(&TokRxInfo::new(words.len() as u32, len as TokenId), &words);
-        // Not canonical: a text may be cut into tokens in every way, not only in the tokenizer's own.
+        // The environment need not be canonical: a text may be cut into tokens in any way, not only as the tokenizer
+        // does.
         let environment: TokEnv = Arc::new(ApproximateTokEnv::new(trie));
         let slices = SlicedBiasComputer::general_slices();
         let factory = ParserFactory::new(&environment, InferenceCapabilities::default(), &slices);
@@ -40,7 +41,8 @@ impl Vocabulary {
     }
 }
 
-/// The bytes that a token stands for. A special token has no text; a Lark grammar names it by what follows the marker.
+/// The bytes that a token stands for. A special token has no text; a Lark grammar names it by the string after the
+/// marker.
 fn word(tokenizer: &Tokenizer, token: TokenId) -> Vec<u8> {
     let bytes = tokenizer.bytes(token);
     match tokenizer.is_special(token) {

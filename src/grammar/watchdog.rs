@@ -1,5 +1,5 @@
-//! Ends work on a grammar that takes too long: an ambiguous one may take minutes for a token, and the engine's thread
-//! has other requests.
+//! Cancels work on a grammar that takes too long: an ambiguous grammar may take minutes per token, and the engine's
+//! thread must serve other requests.
 
 use std::sync::{Arc, Condvar, Mutex, PoisonError};
 use std::thread;
@@ -7,14 +7,14 @@ use std::time::{Duration, Instant};
 
 use llguidance::CancellationHandle;
 
-/// How often the watchdog looks while there is work, and so how much longer than allowed work may take.
+/// Interval of the checks while there is work. Work may exceed its limit by this much.
 const EVERY: Duration = Duration::from_millis(20);
-/// Looks without work after which the watchdog waits to be called. A call costs as much as a mask.
+/// Number of checks without work after which the watchdog waits for a call. A call costs as much as a mask.
 const QUIET_LOOKS: u32 = 50;
-/// Longest time that it waits, before it sees that nobody can call it any more.
+/// Longest wait for a call. After it, the watchdog checks whether all its callers are gone.
 const LONGEST_WAIT: Duration = Duration::from_secs(60);
 
-/// A thread that cancels what has passed its deadline. It ends with the last clone.
+/// A thread that cancels work past its deadline. It ends with the last clone.
 #[derive(Clone)]
 pub(super) struct Watchdog(Arc<Watched>);
 
@@ -35,7 +35,7 @@ struct Work {
 
 impl Watchdog {
     /// # Errors
-    /// If no thread can be started.
+    /// If the thread cannot be started.
     pub fn start() -> std::io::Result<Self> {
         let watched = Arc::new(Watched::default());
         let weak = Arc::downgrade(&watched);
@@ -56,7 +56,7 @@ impl Watchdog {
     }
 }
 
-/// Work under way; a panic ends it too.
+/// Registers running work until it is dropped, which a panic does too.
 struct Guard<'a>(&'a Watched, u64);
 
 impl Drop for Guard<'_> {
@@ -82,7 +82,7 @@ impl Watched {
         id
     }
 
-    /// Cancels what is late and sleeps, or waits for a call if nothing has been done for long.
+    /// Cancels late work and sleeps; waits for a call if there has been no work for long.
     fn look(&self) {
         let mut work = self.lock();
         if work.quiet_looks == QUIET_LOOKS {

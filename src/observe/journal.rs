@@ -1,4 +1,4 @@
-//! The last pushes and the last errors, for those who look at the server.
+//! The last pushes and the last errors, for operators who inspect the server.
 
 use std::collections::VecDeque;
 use std::sync::{Arc, Mutex, PoisonError};
@@ -8,11 +8,11 @@ use super::metrics::{Metrics, PushKind, Transport};
 use super::timeline::{Phase, PushTrack, Span};
 use crate::error::{Error, shown};
 
-/// Pushes, and errors, that are kept: a screen full.
+/// Number of pushes, and of errors, that the journal keeps: a screenful.
 const MOST: usize = 64;
-/// Longest message of an error that is kept, in bytes.
+/// Longest error message that the journal keeps, in bytes.
 const MESSAGE_BYTES: usize = 300;
-/// Longest id of a request or name of an adapter that is kept, in bytes.
+/// Longest request id or adapter name that the journal keeps, in bytes.
 const NAME_BYTES: usize = 80;
 
 /// A push that has ended.
@@ -38,14 +38,14 @@ pub struct PushNote {
     pub error: Option<(&'static str, String)>,
 }
 
-/// An error that a caller was given.
+/// An error that the server returned to a caller.
 #[derive(Clone, Debug)]
 pub struct ErrorNote {
     pub at: SystemTime,
     pub kind: &'static str,
     /// The message, shortened and made safe to show.
     pub message: String,
-    /// Id of the request, if it is one.
+    /// Id of the request, if the call was one.
     pub request_id: Option<String>,
 }
 
@@ -56,8 +56,8 @@ struct Notes {
     track: PushTrack,
 }
 
-/// Notes of what has ended. Clones share them. Only threads of the server write, and each holds the lock for the time
-/// of one note.
+/// Notes of pushes that have ended and of errors. Clones share them. Only threads of the server write, and each holds
+/// the lock just long enough to write one note.
 #[derive(Clone)]
 pub struct Journal {
     metrics: Arc<Metrics>,
@@ -84,13 +84,13 @@ impl Journal {
         self.with(|notes| notes.errors.iter().rev().cloned().collect())
     }
 
-    /// Notes an error that a caller is given.
+    /// Notes an error that a caller receives.
     pub fn error(&self, error: &Error, request_id: Option<&str>) {
         self.refusal(error.kind(), &error.to_string(), request_id);
     }
 
-    /// Notes an error that a door has put into its own words. One with the message of the last note is not noted again:
-    /// it is the same one on its way out, or a client that asks for the same over and over.
+    /// Notes an error in the words of HTTP or gRPC. An error with the message of the last note is not noted again: it
+    /// is the same error on its way out, or a client that repeats the same call.
     pub fn refusal(&self, kind: &'static str, message: &str, request_id: Option<&str>) {
         let message = shown(message, MESSAGE_BYTES);
         let request_id = request_id.map(|id| shown(id, NAME_BYTES));
@@ -101,8 +101,8 @@ impl Journal {
         });
     }
 
-    /// Begins to follow a push. Unless something else is said, it ends when the last clone of the guard is dropped,
-    /// because its sender is gone.
+    /// Begins to follow a push. A push that was neither applied nor failed ends when the last clone of its guard is
+    /// dropped, because its sender is gone.
     pub fn push(&self) -> PushGuard {
         let state = PushState { span: None, note: None };
         PushGuard(Arc::new(Followed { journal: self.clone(), started: Instant::now(), state: Mutex::new(state) }))
@@ -116,7 +116,7 @@ fn keep<T>(notes: &mut VecDeque<T>, note: T) {
     notes.push_back(note);
 }
 
-/// Follows one push: its spans in the timeline, its numbers, and its note at the end. Clones follow the same one.
+/// Follows one push: its spans in the timeline, its numbers, and its note at the end. Clones follow the same push.
 #[derive(Clone)]
 pub struct PushGuard(Arc<Followed>);
 
@@ -128,12 +128,12 @@ struct Followed {
 
 struct PushState {
     span: Option<Span>,
-    /// `None` before the header has come, and once the note has been written.
+    /// `None` until the header arrives, and after the note is written.
     note: Option<PushNote>,
 }
 
 impl PushGuard {
-    /// The header has come, and says what is pushed.
+    /// The header has arrived and describes the push.
     pub fn is(&self, kind: PushKind, transport: Transport, adapter: Option<&str>) {
         self.0.journal.metrics.pushes_open.raise();
         self.0.with(|state| {
@@ -153,13 +153,13 @@ impl PushGuard {
         });
     }
 
-    /// The engine has opened the push under this number, and its bytes are awaited.
+    /// The engine has opened the push under this number, and the server waits for its bytes.
     pub fn receives(&self, number: u64) {
         self.0.change(|note| note.number = number);
         self.0.next_span(Some(Phase::PushReceive));
     }
 
-    /// All bytes are here.
+    /// All bytes have arrived.
     pub fn verifies(&self) {
         self.0.next_span(Some(Phase::PushVerify));
     }
@@ -201,7 +201,7 @@ impl Followed {
         self.end();
     }
 
-    /// Ends the span of the push and begins the next one, if there is one.
+    /// Ends the open span of the push and begins the span of `next`, if given.
     fn next_span(&self, next: Option<Phase>) {
         self.with(|state| {
             let Some(note) = &state.note else { return };

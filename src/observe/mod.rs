@@ -1,8 +1,9 @@
-//! What observers see of the server: numbers for Prometheus, where the engine's time went, the last pushes and errors.
+//! Everything that observers can see of the server: metrics, a timeline of the engine's phases, the last pushes and
+//! errors.
 //!
-//! Those who do the work write: the engine's thread between and around its steps, the server at pushes and calls. They
-//! write atomics and take no lock that a reader holds for long, and the engine's thread takes none at all. Readers
-//! never ask the engine, so they are answered while it computes a long step, sleeps, or is being loaded.
+//! The engine's thread writes between and around its steps, and the server's threads write at pushes and calls. Writers
+//! use atomics, or locks that readers hold only briefly; the engine's thread takes no lock at all. Readers never ask
+//! the engine, so they get an answer while it computes a long step, sleeps, or loads.
 
 mod journal;
 mod metrics;
@@ -24,12 +25,12 @@ pub struct Observer {
     pub metrics: Arc<Metrics>,
     pub timeline: Timeline,
     pub journal: Journal,
-    /// Counts the log lines that were dropped; `None` where the process logs otherwise.
+    /// Counts dropped log lines; `None` if the process does not log through a [`LogWriter`].
     pub logs: Option<LogWriter>,
 }
 
 impl Observer {
-    /// An observer whose timeline begins now, with what is given to the engine to write it.
+    /// An observer whose timeline begins now, and the recorder with which the engine writes that.
     pub fn new() -> (Self, Recorder) {
         let metrics = Arc::new(Metrics::default());
         let (timeline, recorder, pushes) = Timeline::new();

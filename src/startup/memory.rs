@@ -22,7 +22,7 @@ const _: () = assert!(TIMELINE_BYTES < 4 << 20, "docs/observability.md says so")
 const DRIVER_BYTES: u64 = 256 << 20;
 
 /// Most bytes that TLS holds for one connection: two records that are being read, one that arrives, its decrypted
-/// bytes, and one that is sent, with the slack of growing buffers.
+/// bytes, and one that is being sent, with the slack of growing buffers.
 const TLS_CONNECTION_BYTES: u64 = 96 << 10;
 
 /// Largest default of `--request-bytes`: several batches of a large trainer while they are decoded.
@@ -35,7 +35,7 @@ pub(super) struct Plan {
     pub budget: MemoryBudget,
     /// The counter that holds requests and replies to their reservation.
     pub traffic: Traffic,
-    /// Of the KV cache.
+    /// Number of KV blocks.
     pub blocks: usize,
 }
 
@@ -152,7 +152,7 @@ fn fixed_entries(
     Ok(entries.into_iter().filter(|entry| entry.1 > 0).collect())
 }
 
-/// How to give the server `bytes`: the `--mem-util` that allows them, or the news that there is too little memory.
+/// Advice on how to give the server `bytes`: the `--mem-util` that allows them, or a note that the memory is too small.
 fn share_of(total: u64, bytes: u64) -> String {
     if bytes > total {
         return format!("more than the {} of this machine or container", human_bytes(total));

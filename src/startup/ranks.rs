@@ -1,4 +1,4 @@
-//! Builds the ranks, each on its own thread: operators, weights, and its end of the communicator.
+//! Builds the ranks, each on its own thread: operators, weights and communicator.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};

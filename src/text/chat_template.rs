@@ -1,4 +1,4 @@
-//! Chat templates: they render messages to the text format that the model was trained on, as transformers does.
+//! Chat templates render messages to the text format that the model was trained on, as transformers does.
 
 mod meter;
 mod operators;
@@ -24,14 +24,15 @@ use program::Program;
 /// Name of the template in its environment. It has no file extension, so minijinja does not escape for HTML.
 const NAME: &str = "chat_template";
 
-/// What [`ChatTemplate::render`] puts behind a message that is to be continued, to find its end in the text. The space
-/// at its end shows whether the template trims messages.
+/// Mark that [`ChatTemplate::render`] appends to a message that the model is to continue, to find its end in the text.
+/// The space at its end shows whether the template trims messages.
 const CONTINUE: &str = "CONTINUE_FINAL_MESSAGE_TAG ";
 
-/// What a template renders.
+/// The input of a template.
 #[derive(Clone, Debug, Default)]
 pub struct Conversation {
-    /// Objects with `role`, `content` (a text, or a list of objects with a `text`), and what else the template knows.
+    /// Objects with `role`, `content` (a text, or a list of objects with a `text`), and any other fields that the
+    /// template knows.
     pub messages: Vec<Json>,
     /// A list of tools, or null.
     pub tools: Json,
@@ -41,17 +42,18 @@ pub struct Conversation {
     pub arguments: serde_json::Map<String, Json>,
     /// Whether the text ends where the assistant's answer begins.
     pub add_generation_prompt: bool,
-    /// Whether the text ends with that of the last message.
+    /// Whether the text ends with the text of the last message.
     pub continue_final_message: bool,
 }
 
-/// A compiled chat template and the special tokens that it may name. Immutable; share it in an [`std::sync::Arc`].
+/// A compiled chat template and the special tokens that it may name. It is immutable; share it in an
+/// [`std::sync::Arc`].
 #[derive(Debug)]
 pub struct ChatTemplate {
     program: Program,
     /// Text of each special token by its variable in the template: `bos_token`, `eos_token` and so on.
     special_tokens: BTreeMap<String, String>,
-    /// Whether it shows the parts of a content that is a list. Others take a text.
+    /// Whether it renders the parts of a content that is a list. Other templates expect a text.
     takes_parts: bool,
     tool_format: Option<ToolFormat>,
 }
@@ -106,17 +108,17 @@ impl ChatTemplate {
         Self::new(source.clone(), special_tokens).map(Some)
     }
 
-    /// The format in which it shows calls of tools to the model; None if that is not known.
+    /// The format in which the template shows tool calls to the model; None if that is not known.
     pub fn tool_format(&self) -> Option<ToolFormat> {
         self.tool_format
     }
 
-    /// Renders a conversation to text. Returns it with the charge that covers it: everything that was made on the way.
+    /// Renders a conversation to text. Returns the text with the charge for all bytes that the render made.
     ///
     /// # Errors
-    /// `InvalidArgument` with the template's message if the template refuses the messages, if the last one cannot be
-    /// continued, or if the template makes more of them than a render may; `ResourceExhausted` if `traffic` has no room
-    /// for it now, or if it takes too long.
+    /// `InvalidArgument` with the template's message if the template rejects the messages, if the last one cannot be
+    /// continued, or if the render exceeds a limit; `ResourceExhausted` if `traffic` has no room for it now, or if it
+    /// takes too long.
     pub fn render(&self, mut conversation: Conversation, traffic: &Traffic) -> Result<(String, Charge)> {
         if !self.takes_parts {
             conversation.messages.iter_mut().for_each(join_parts);
@@ -150,7 +152,7 @@ fn loops_over_content(source: &str) -> bool {
     words.windows(4).any(|w| w[0] == "for" && w[2] == "in" && is_content(w[3]))
 }
 
-/// Makes one text of a content that is a list of parts, each on a line of its own.
+/// Joins a content that is a list of parts into one text, with one part per line.
 fn join_parts(message: &mut Json) {
     if let Some(Json::Array(parts)) = message.get("content") {
         let texts: Vec<&str> = parts.iter().filter_map(|part| part["text"].as_str()).collect();
@@ -227,8 +229,8 @@ fn raise_exception(message: String) -> std::result::Result<Value, minijinja::Err
     Err(minijinja::Error::new(ErrorKind::InvalidOperation, message))
 }
 
-/// The current date, for templates. In UTC, where transformers uses the machine's time zone: a server's answer should
-/// not depend on its location.
+/// The current date, for templates. It is in UTC, although transformers uses the machine's time zone: a reply should
+/// not depend on the server's location.
 fn strftime_now(format: &str) -> std::result::Result<String, minijinja::Error> {
     let seconds = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |d| d.as_secs());
     strftime::strftime(format, seconds).map_err(|e| minijinja::Error::new(ErrorKind::InvalidOperation, e))

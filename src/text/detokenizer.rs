@@ -5,8 +5,9 @@ use std::sync::Arc;
 use super::Tokenizer;
 use crate::types::TokenId;
 
-/// Gives text as tokens come, and never a part of a character: bytes wait until their character is complete. All pieces
-/// together are the text that [`Tokenizer::decode`] gives for all tokens. Constant work per token.
+/// Turns tokens into text as they arrive. Bytes wait until their character is complete, so a piece never ends within a
+/// character. The pieces together are the text that [`Tokenizer::decode`] returns for all tokens. The work per token is
+/// constant.
 #[derive(Clone)]
 pub struct IncrementalDetokenizer {
     tokenizer: Arc<Tokenizer>,
@@ -20,23 +21,23 @@ impl IncrementalDetokenizer {
         Self { tokenizer, skip_special, stream }
     }
 
-    /// Appends to `text` the characters that `token` completes, which may be none.
+    /// Appends the characters that `token` completes, if any, to `text`.
     pub fn push(&mut self, token: TokenId, text: &mut String) {
         self.stream.push(&self.tokenizer, token, self.skip_special, text);
     }
 
-    /// Appends what is left when no further token comes: U+FFFD for a character that was never completed.
+    /// Appends the rest after the last token: U+FFFD for an incomplete character.
     pub fn finish(&mut self, text: &mut String) {
         self.stream.finish(text);
     }
 }
 
-/// Bytes of tokens that are not text yet.
+/// Bytes of tokens that have not become text.
 #[derive(Clone)]
 pub(super) struct TextStream {
-    /// Bytes that were not given out yet: between calls at most three, the beginning of an incomplete character.
+    /// Bytes that wait: between calls at most three, the beginning of an incomplete character.
     pending: Vec<u8>,
-    /// Whether the text's leading space is still to be dropped.
+    /// Whether the leading space of the text must still be dropped.
     strips_space: bool,
 }
 

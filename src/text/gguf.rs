@@ -1,6 +1,5 @@
-//! Builds a tokenizer from GGUF metadata. candle can do so too, but takes the pre-tokenizer of SmolLM2 (`smollm`) and
-//! every other that it does not know for GPT-2's with a space put before the text. Here an unknown pre-tokenizer is an
-//! error.
+//! Builds a tokenizer from GGUF metadata. candle can do this too, but replaces SmolLM2's pre-tokenizer (`smollm`) and
+//! every unknown one by GPT-2's with a space before the text. Here an unknown pre-tokenizer is an error.
 
 use std::collections::HashMap;
 
@@ -21,7 +20,7 @@ use crate::error::{Error, Result};
 #[derive(Clone, Copy, Debug, PartialEq)]
 enum PreTokenizer {
     Gpt2,
-    /// GPT-2's pre-tokenizer, after each digit has been split off by itself.
+    /// GPT-2's pre-tokenizer, after a split at each digit.
     SmolLm,
     Qwen2,
     Llama3,
@@ -29,7 +28,7 @@ enum PreTokenizer {
 
 /// Value in `tokenizer.ggml.token_type` of a special token.
 const CONTROL: i64 = 3;
-/// Value in `tokenizer.ggml.token_type` of a token that is found in the text as it stands but is ordinary otherwise,
+/// Value in `tokenizer.ggml.token_type` of a token that is matched literally in the text but is otherwise ordinary,
 /// such as `<tool_call>`.
 const USER_DEFINED: i64 = 4;
 
@@ -120,7 +119,7 @@ fn add_tokens(tokenizer: &mut Tokenizer, metadata: &HashMap<String, Value>, toke
     Ok(())
 }
 
-/// Adds the beginning-of-sequence and end-of-sequence tokens around a text, where the file asks for them.
+/// Adds beginning-of-sequence and end-of-sequence tokens around a text if the file asks for them.
 fn add_template(
     tokenizer: &mut Tokenizer,
     metadata: &HashMap<String, Value>,

@@ -1,4 +1,4 @@
-//! Between text and tokens: the tokenizer, chat templates, incremental detokenization, stop strings.
+//! Conversion between text and tokens: tokenizer, chat templates, incremental detokenization, stop strings, tool calls.
 
 mod chat_template;
 mod detokenizer;

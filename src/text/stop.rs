@@ -1,4 +1,4 @@
-//! Stop strings, found while the text arrives in pieces.
+//! Finds stop strings while the text arrives in pieces.
 
 use std::sync::Arc;
 
@@ -20,7 +20,7 @@ struct Pattern {
 #[derive(Clone, Debug)]
 pub struct StopMatcher {
     stops: Arc<StopStrings>,
-    /// For each stop string, how many of its first bytes the text ends with.
+    /// For each stop string, the length of its longest prefix that the text ends with.
     matched: Vec<usize>,
     text_len: usize,
 }
@@ -31,7 +31,7 @@ impl StopStrings {
         Self { patterns: strings.iter().map(|s| Pattern::new(s.as_ref().as_bytes())).collect() }
     }
 
-    /// About the bytes that the strings take when they are prepared.
+    /// Approximate memory of the prepared strings, in bytes.
     pub fn bytes_for<S: AsRef<str>>(strings: &[S]) -> usize {
         let of_text = |s: &S| s.as_ref().len() * (1 + size_of::<usize>());
         strings.iter().map(|s| size_of::<Pattern>() + of_text(s)).sum()
@@ -50,7 +50,7 @@ impl Pattern {
         pattern
     }
 
-    /// How many bytes of the pattern the text ends with after `byte`, if it ended with `matched` of them before.
+    /// Number of bytes of the pattern that the text ends with after `byte`, if it ended with `matched` of them before.
     fn advance(&self, mut matched: usize, byte: u8) -> usize {
         while matched > 0 && self.bytes[matched] != byte {
             matched = self.fallback[matched - 1];
@@ -65,9 +65,8 @@ impl StopMatcher {
         Self { stops, matched, text_len: 0 }
     }
 
-    /// Takes the next piece of text. If a stop string has ended in it, returns the byte length of the whole text before
-    /// that stop string: the one that ends first, and of several that end there the longest. Must not be called again
-    /// after that.
+    /// Takes the next piece of text. If a stop string ends in it, returns the byte length of the whole text before that
+    /// stop string: the one that ends first or, if several end there, the longest. Must not be called after that.
     pub fn push(&mut self, delta: &str) -> Option<usize> {
         for byte in delta.bytes() {
             self.text_len += 1;
@@ -85,7 +84,7 @@ impl StopMatcher {
         None
     }
 
-    /// Number of bytes at the end of the text that may be the beginning of a stop string. A stream must not show them
+    /// Number of bytes at the end of the text that may be the beginning of a stop string. A stream must not send them
     /// yet.
     pub fn held_back(&self) -> usize {
         self.matched.iter().copied().max().unwrap_or(0)

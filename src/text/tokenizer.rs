@@ -11,7 +11,7 @@ use super::gguf;
 use crate::error::{Error, Result};
 use crate::types::TokenId;
 
-/// The model's tokenizer. Immutable; share it in an [`std::sync::Arc`].
+/// The model's tokenizer. It is immutable; share it in an [`std::sync::Arc`].
 pub struct Tokenizer {
     inner: tokenizers::Tokenizer,
     vocab_size: usize,
@@ -21,7 +21,7 @@ pub struct Tokenizer {
     max_bytes_per_token: Option<usize>,
 }
 
-/// How the string of a token stands for bytes.
+/// How the string of a token encodes bytes.
 #[derive(Clone, Copy, Debug, PartialEq)]
 enum Spelling {
     /// GPT-2's spelling: one character per byte.
@@ -39,7 +39,7 @@ impl Tokenizer {
     pub fn from_file(tokenizer_json: &Path) -> Result<Self> {
         let mut inner = tokenizers::Tokenizer::from_file(tokenizer_json)
             .map_err(|e| Error::Config(format!("{}: {e}", tokenizer_json.display())))?;
-        // Left behind by whoever saved the tokenizer; here a prompt is never shortened or filled up.
+        // Files may contain the settings of a training run; the server never truncates or pads a prompt.
         inner.with_truncation(None).map_err(|e| Error::Internal(e.to_string()))?;
         inner.with_padding(None);
         Self::new(inner)
@@ -64,7 +64,7 @@ impl Tokenizer {
         Ok(tokenizer)
     }
 
-    /// A text has at least as many tokens as it has times this many bytes; None where no such number is known.
+    /// Upper bound on the bytes of text per token; None if no bound is known.
     pub fn max_bytes_per_token(&self) -> Option<usize> {
         self.max_bytes_per_token
     }
@@ -108,14 +108,14 @@ impl Tokenizer {
         self.inner.id_to_token(token)
     }
 
-    /// The bytes that `token` stands for, a special one for its name; none for an id without a token.
+    /// The bytes that `token` stands for: the name of a special token; none for an id without a token.
     pub fn bytes(&self, token: TokenId) -> Vec<u8> {
         let mut bytes = Vec::new();
         self.append_bytes(token, false, &mut bytes);
         bytes
     }
 
-    /// Whether `token` is special, so that it is no part of a text.
+    /// Whether `token` is special, so that texts omit it.
     pub fn is_special(&self, token: TokenId) -> bool {
         let piece = self.inner.id_to_token(token);
         piece.is_some_and(|piece| self.inner.get_added_vocabulary().is_special_token(&piece))
@@ -134,8 +134,8 @@ impl Tokenizer {
                     match self.byte_of_char.get(c as usize).copied().flatten() {
                         Some(byte) => out.push(byte),
                         None => {
-                            // A character outside the ByteLevel alphabet: this is an added token, which stands for
-                            // itself.
+                            // The character is outside the ByteLevel alphabet, so this is an added token, which stands
+                            // for itself.
                             out.truncate(start);
                             return out.extend_from_slice(piece.as_bytes());
                         }

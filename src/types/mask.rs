@@ -10,8 +10,8 @@ use super::TokenId;
 pub struct TokenMask(Arc<[u32]>);
 
 impl TokenMask {
-    /// The set of the tokens whose bits are set: bit `i % 32` of word `i / 32` is that of token i. Tokens beyond the
-    /// words are not in it.
+    /// The set of the tokens whose bits are set: bit `i % 32` of word `i / 32` belongs to token i. The set has no
+    /// tokens beyond the words.
     pub fn from_words(words: impl Into<Arc<[u32]>>) -> Self {
         Self(words.into())
     }

@@ -25,8 +25,7 @@ pub type WeightVersion = u64;
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct RequestKey(pub u64);
 
-/// Stands for the token that a request came with. Requests of one owner can be ended by that owner, or by a caller who
-/// may end all.
+/// Identifies the bearer token of a request. A request can be ended by its owner, or by a caller who may end all.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Owner(pub u64);
 

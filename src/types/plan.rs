@@ -10,66 +10,67 @@ use super::{Prompt, RequestKey, SampleKey, SamplingParams, TokenId, TokenLogprob
 /// Index of a physical block of the paged KV cache.
 pub type BlockId = u32;
 
-/// What one step does: first it copies blocks, then it runs the tokens of all sequences as one flat batch.
+/// The work of one step: it first copies blocks, then runs the tokens of all sequences as one flat batch.
 #[derive(Clone, Debug, Default)]
 pub struct StepPlan {
-    /// Applied in this order: the source of a copy may be the destination of one before it.
+    /// Copies, in the order in which they are applied: the source of one may be the destination of an earlier one.
     pub copies: Vec<BlockCopy>,
     pub sequences: Vec<PlanSequence>,
 }
 
 /// Consecutive tokens of one sequence that a step runs: a chunk of the prompt, the last sampled token, or anything
-/// between. Draft tokens, guesses at what comes next, may follow the last sampled token.
+/// between. Draft tokens, which guess the next ones, may follow the last sampled token.
 #[derive(Clone, Debug)]
 pub struct PlanSequence {
     /// Index of `tokens[0]` in the sequence. KV of `[0, start)` is read, that of `[start, start + tokens.len())` is
     /// written.
     pub start: usize,
     pub tokens: Vec<TokenId>,
-    /// The prompt that the sequence begins with: `tokens` are of it, of its completion or of both.
+    /// The prompt that the sequence begins with: `tokens` belong to it, to its completion or to both.
     pub prompt: Prompt,
     /// Blocks of `[0, start + tokens.len())`, in order.
     pub block_table: Vec<BlockId>,
     /// Generation of the resident adapter that is applied to these tokens, if any.
     pub adapter: Option<u64>,
-    /// The tokens whose logits are wanted, ascending by `offset`.
+    /// The tokens whose logits are needed, ascending by `offset`.
     pub logits: Vec<LogitsRow>,
 }
 
-/// The logits of one token, and the tasks that are answered from them.
+/// The logits of one token, and the tasks that use them.
 #[derive(Clone, Debug)]
 pub struct LogitsRow {
     /// Index into the sequence's `tokens`.
     pub offset: usize,
-    /// One task, but for the last token of a group's prompt: its logits give each of the n samples its first token.
+    /// One task, except at the last token of a group's prompt: there its logits give each of the n samples its first
+    /// token.
     pub tasks: Vec<LogitsTask>,
 }
 
 /// Asks a row of logits for one token: to sample it, or to score a given one.
 #[derive(Clone, Debug)]
 pub struct LogitsTask {
-    /// The sample that gets the token. Prompt log-probabilities are asked for sample 0 of their group.
+    /// The sample that gets the token. Tasks for prompt log-probabilities name sample 0 of their group.
     pub sample: SampleKey,
     pub params: Arc<SamplingParams>,
     /// The sample's own seed, made by [`super::sample_seed`].
     pub seed: u64,
     /// Number of the sample's tokens before this one, drafts included. It is the counter of the random generator, and
-    /// is compared with `min_tokens`.
+    /// the number that `min_tokens` limits.
     pub output_index: u32,
-    /// The token whose log-probabilities are asked for; `None` to sample one.
+    /// The token to score; `None` to sample one.
     pub target: Option<TokenId>,
-    /// The tokens that penalties count, if the parameters have any. Always `None` where `target` is given: penalties
-    /// apply to what is sampled after the whole prompt.
+    /// The tokens that penalties count, if the parameters have any. Always `None` if `target` is given: penalties apply
+    /// only to tokens that are sampled after the whole prompt.
     pub history: Option<History>,
-    /// The tokens that may be sampled; `None` for all, and where `target` is given.
+    /// The tokens that may be sampled; `None` for all, and if `target` is given.
     pub mask: Option<TokenMask>,
 }
 
-/// All tokens of a sequence before the one that is sampled.
+/// All tokens of a sequence before the sampled one.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct History {
     pub prompt: Arc<[TokenId]>,
-    /// The sampled tokens so far, and the drafts before this place.
+    /// The sampled tokens so far, and the drafts before the sampled one.
     pub output: Vec<TokenId>,
 }
 
@@ -78,7 +79,8 @@ pub struct History {
 pub struct StepOutput {
     /// One answer per task, in the order of [`StepPlan::tasks`].
     pub tokens: Vec<TokenLogprobs>,
-    /// Requests for which computing an answer panicked, with the panic's message. Their answers in `tokens` are void.
+    /// Requests for which computing an answer panicked, with the panic's message. Their answers in `tokens` are
+    /// invalid.
     pub failed: Vec<(RequestKey, String)>,
 }
 
@@ -90,7 +92,7 @@ impl PlanSequence {
 }
 
 impl StepPlan {
-    /// Tokens of all sequences, each a row of the model's batch.
+    /// Number of tokens of all sequences, each a row of the model's batch.
     pub fn num_tokens(&self) -> usize {
         self.sequences.iter().map(|s| s.tokens.len()).sum()
     }
@@ -100,7 +102,7 @@ impl StepPlan {
         self.sequences.iter().flat_map(|s| &s.logits).flat_map(|r| &r.tasks)
     }
 
-    /// Whether the logits of every token are wanted: all sequences decode, and no prompt is computed for its KV alone.
+    /// Whether the logits of every token are needed: all sequences decode, and no prompt is computed only for its KV.
     pub fn is_decode(&self) -> bool {
         self.sequences.iter().all(|s| s.logits.len() == s.tokens.len())
     }

@@ -13,12 +13,12 @@ pub struct Prompt {
     pub media: Arc<[MediaItem]>,
 }
 
-/// One image, or other content that is no text, and where a prompt refers to it.
+/// One image, or other content that is not text, and where a prompt refers to it.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct MediaItem {
     /// SHA-256 of the content as the model sees it.
     pub hash: [u8; 32],
-    /// Indices of its placeholder tokens in the prompt. The content's embeddings take the place of theirs.
+    /// Indices of its placeholder tokens in the prompt. The content's embeddings replace theirs.
     pub placeholders: Range<usize>,
 }
 
@@ -28,14 +28,14 @@ impl Prompt {
         Self { tokens: tokens.into(), media: Arc::default() }
     }
 
-    /// Rotary positions of the tokens with these indices, counted from the start of the prompt and on through its
-    /// completion. The position is the index in all supported models; the index alone says where KV is stored and what
-    /// a token may attend to.
+    /// Rotary positions of the tokens with these indices, counted from the start of the prompt through its completion.
+    /// In all supported models the position is the index; the index alone determines the slot and the tokens to attend
+    /// to.
     pub fn positions(&self, indices: Range<usize>) -> impl Iterator<Item = u32> {
         indices.map(|index| index as u32)
     }
 
-    /// Bytes on the heap that the lists take, which all clones share.
+    /// Size on the heap of the lists, which all clones share, in bytes.
     pub fn heap_bytes(&self) -> usize {
         size_of_val(&self.tokens[..]) + size_of_val(&self.media[..])
     }

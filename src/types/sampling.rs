@@ -1,4 +1,4 @@
-//! Sampling parameters, why a sample ends, and the seeds of samples.
+//! Sampling parameters, finish reasons, and the seeds of samples.
 
 use super::{Distribution, TokenId};
 
@@ -6,7 +6,7 @@ use super::{Distribution, TokenId};
 /// code that receives one may rely on the bounds given here.
 #[derive(Clone, Debug, PartialEq)]
 pub struct SamplingParams {
-    /// At least 0. 0 takes the most likely token, of equally likely ones that with the lowest id.
+    /// At least 0. 0 takes the most likely token, and among equally likely ones the lowest id.
     pub temperature: f32,
     /// Only the `top_k` most likely tokens can be sampled; 0 keeps all.
     pub top_k: u32,
@@ -32,13 +32,13 @@ pub struct SamplingParams {
     pub max_tokens: u32,
     /// The model's end-of-sequence tokens, ascending; empty if the request ignores them.
     pub eos_token_ids: Vec<TokenId>,
-    /// Tokens of the request's own that end a sample, ascending.
+    /// Tokens that end a sample of this request, ascending.
     pub stop_token_ids: Vec<TokenId>,
     /// Texts that end a sample; none is empty.
     pub stop_strings: Vec<String>,
-    /// How many of the most likely tokens are reported beside each sampled or scored one, with its rank; 0 for none.
+    /// Number of most likely tokens that are reported beside each sampled or scored one, with its rank; 0 for none.
     pub top_logprobs: u32,
-    /// The distribution that those of sampled tokens are of; those of scored ones are of the raw one.
+    /// The distribution of `top_logprobs` beside sampled tokens; beside scored ones it is always the raw one.
     pub top_logprobs_of: Distribution,
 }
 
@@ -66,7 +66,7 @@ impl Default for SamplingParams {
 }
 
 impl SamplingParams {
-    /// Bytes on the heap that the lists take.
+    /// Size of the lists on the heap, in bytes.
     pub fn heap_bytes(&self) -> usize {
         let tokens =
             self.allowed_tokens.as_ref().map_or(0, Vec::len) + self.eos_token_ids.len() + self.stop_token_ids.len();
@@ -74,8 +74,7 @@ impl SamplingParams {
         size_of_val(&self.logit_bias[..]) + tokens * size_of::<TokenId>() + text
     }
 
-    /// Whether a sample with `num_outputs` tokens may be given `token`, as far as `allowed_tokens` and `min_tokens`
-    /// say.
+    /// Whether `allowed_tokens` and `min_tokens` allow `token` in a sample with `num_outputs` tokens.
     pub fn may_sample(&self, token: TokenId, num_outputs: usize) -> bool {
         let has = |tokens: &[TokenId]| tokens.binary_search(&token).is_ok();
         let is_banned =
@@ -89,21 +88,21 @@ impl SamplingParams {
     }
 }
 
-/// Why a sample ended.
+/// The reason why a sample ended.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub enum FinishReason {
     /// The model's end-of-sequence token, which is the last of the sample's tokens.
     Eos,
     /// A stop token of the request, which is the last of the sample's tokens.
     StopToken,
-    /// A stop string of the request, which the last token has completed.
+    /// A stop string of the request, which the last token completed.
     StopString,
     /// `max_tokens` was reached, or the context is full.
     Length,
     /// No token may follow: the text is complete for its grammar and no token ends a sample, or the other parameters
-    /// exclude all that the grammar allows.
+    /// exclude every token that the grammar allows.
     Grammar,
-    /// The request was aborted, or its client has vanished; the tokens so far are valid.
+    /// The request was aborted, or its client disconnected; the tokens so far are valid.
     Aborted,
 }
 

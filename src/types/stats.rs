@@ -1,4 +1,4 @@
-//! The engine's numbers: one table, which the status, the metrics and the page render.
+//! The engine's numbers: one table, from which the status, the metrics and the page are rendered.
 
 use std::array::from_fn;
 use std::ops::Add;
@@ -9,7 +9,7 @@ pub struct EngineStat {
     /// Name of its field in [`EngineStats`].
     pub name: &'static str,
     pub help: &'static str,
-    /// Type and name of the metric that has its value; `None` if no metric has it as it is.
+    /// Type and name of the metric that has its value; `None` if no metric has exactly this value.
     pub metric: Option<(&'static str, &'static str)>,
 }
 
@@ -84,7 +84,7 @@ engine_stats! {
     dropped_tokens,
 }
 
-/// Adds the numbers of two parts of the engine, each of which leaves those of the other at 0.
+/// Adds the numbers of two parts of the engine. Each part leaves the other part's numbers at 0.
 impl Add for EngineStats {
     type Output = Self;
 

@@ -330,4 +330,4 @@ def test_a_full_disk_ends_only_the_trace(binary, tmp_path):
             assert time.monotonic() < deadline, log.read_text()
             time.sleep(0.05)
         process.client.generate([[1]], sampling=SamplingParams(max_tokens=2), return_text=False)
-    assert log.read_text().count("goes on without it") == 1, log.read_text()
+    assert log.read_text().count("keeps running without it") == 1, log.read_text()

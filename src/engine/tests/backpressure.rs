@@ -1,4 +1,4 @@
-//! Readers that lag, and memory for requests that runs short.
+//! Readers that lag, and a shortage of memory for requests.
 
 use std::sync::mpsc::sync_channel;
 use std::time::Duration;
@@ -150,7 +150,7 @@ fn tokens_count_until_their_sample_is_given_away() {
         used.push(traffic.used());
     }
     let token = size_of::<crate::types::TokenLogprobs>() as u64;
-    // What a step has brought is counted while the next one runs.
+    // The outcomes of a step are counted while the next one runs.
     assert_eq!(used, [0, 0, token, 2 * token, 3 * token, 0]);
     asked.completion();
 }

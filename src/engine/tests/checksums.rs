@@ -1,4 +1,4 @@
-//! Checksums are computed between the steps, of one policy, and for callers that are still there.
+//! Checksums are computed between steps, of one policy, and only for callers that still wait.
 
 use std::sync::mpsc::{Receiver, channel, sync_channel};
 
@@ -6,7 +6,7 @@ use super::rig::*;
 use crate::engine::*;
 
 impl Rig {
-    /// Asks for a checksum, and returns where its reply comes.
+    /// Requests a checksum, and returns the channel of its reply.
     pub fn begin_checksum(&mut self, names: &[&str], cancel: &CancelFlag) -> Receiver<Result<ChecksumReply>> {
         let (names, cancel) = (names.iter().map(|name| name.to_string()).collect(), cancel.clone());
         self.call(|reply| Command::Checksum { names, cancel, reply })
@@ -16,7 +16,7 @@ impl Rig {
         self.engine.checksums.compute_piece(&mut self.engine.core)
     }
 
-    /// Computes all checksums to their end, without a step between their pieces.
+    /// Completes all checksums, without a step between their pieces.
     pub fn finish_checksums(&mut self) {
         while !self.engine.checksums.is_empty() {
             self.continue_checksum().unwrap();

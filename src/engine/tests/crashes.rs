@@ -1,4 +1,4 @@
-//! Clients that vanish at each point of an update or a drain, and shutdown in each state.
+//! Clients that disconnect at each point of an update or a drain, and shutdown in each state.
 
 use std::sync::mpsc::{Receiver, RecvTimeoutError, channel, sync_channel};
 use std::time::Duration;
@@ -8,7 +8,7 @@ use crate::engine::*;
 use crate::memory::MemoryUse;
 use crate::weights::{UpdateKind, WeightUpdate};
 
-/// The header of an update, and the flag that says that its client has vanished.
+/// The header of an update, and the flag that says that its client is gone.
 fn fragile(kind: UpdateKind, running: RunningPolicy) -> (UpdateBegin, CancelFlag) {
     let begin = UpdateBegin { running, ..begin(kind) };
     let cancel = begin.cancel.clone();
@@ -213,7 +213,7 @@ fn shutdown_ends_in_every_state_and_tells_everyone() {
             asked = prepare(rig);
             rig.begin(begin(UpdateKind::Lora)).unwrap();
         });
-        // The grace is long, but nothing steps, so nothing is waited for.
+        // The grace is long, but nothing steps, so the shutdown does not wait.
         handle.send(Command::Shutdown { grace: Duration::from_secs(3600) }).unwrap();
         joined(thread);
         for asked in asked {

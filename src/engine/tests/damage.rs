@@ -1,4 +1,4 @@
-//! Checkpoints that somebody writes to while the server runs.
+//! Checkpoints that another process overwrites while the server runs.
 
 use super::rig::*;
 use crate::engine::*;
@@ -17,7 +17,7 @@ fn sleep(rig: &mut Rig, level: SleepLevel) {
     told(&rig.sleep(level, DrainMode::Keep)).reply().unwrap();
 }
 
-/// A state, how it is reached, and a command there that reads the checkpoint.
+/// A state, how to reach it, and a command that reads the checkpoint in it.
 const READS: [(&str, Reach, Act); 8] = [
     ("a push that runs", |_| (), push_lora),
     ("a push while paused", |rig| told(&rig.pause(DrainMode::Keep)).reply().unwrap(), push_lora),
@@ -50,7 +50,7 @@ fn reach(reach: Reach) -> (Rig, Asked) {
     (rig, asked)
 }
 
-/// Runs a request to its end, with the policy that is there.
+/// Runs a request to its end with the current policy.
 fn goes_on(rig: &mut Rig, what: &str) {
     rig.wake(true, true, false).unwrap_or_else(|e| panic!("{what}: {e}"));
     rig.resume().unwrap_or_else(|e| panic!("{what}: {e}"));

@@ -1,4 +1,4 @@
-//! An executor without a model that asserts that it is used in the right order.
+//! An executor without a model, which asserts that its methods are called in the right order.
 
 use std::ops::Range;
 
@@ -8,7 +8,7 @@ use crate::executor::{MemoryKind, Released, WeightOrder};
 use crate::types::{RequestKey, StepOutput, StepPlan, TokenId, TokenLogprobs};
 use crate::weights::{Adapter, ParamSpec, ShadowWeights};
 
-/// An order that the executor was given.
+/// An order that the executor received.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Did {
     Load,
@@ -25,7 +25,7 @@ pub enum Did {
     Restore(MemoryKind),
 }
 
-/// An executor whose policy is a number: how often its weights were written. Every token that it samples is this
+/// An executor whose policy is a number: the count of writes to its weights. Every token that it samples is this
 /// number, and so is the negative log-probability of every token that it scores.
 pub struct Fake {
     plan: Option<Arc<StepPlan>>,
@@ -39,25 +39,25 @@ pub struct Fake {
     pub did: Vec<Did>,
     /// Bytes of weights that stay at level 1.
     pub kept: u64,
-    /// Bytes of the host's memory that they need instead, on a device that can move them there.
+    /// Bytes of host memory that the weights need instead, on a device that can move them there.
     pub moved: u64,
-    /// Whether the device has no memory for the values of weights that wake.
+    /// Whether the device lacks memory for the values of weights that wake.
     pub no_room: bool,
     offloaded: u64,
     /// The oldest policy in the context of each sequence of the last step.
     pub oldest_kv: Vec<TokenId>,
     /// Requests whose answers panic in the next step, with the panics' messages.
     pub failing: Vec<(RequestKey, String)>,
-    /// When orders that read the checkpoint find it changed; `None` for never.
+    /// When an order that reads the checkpoint finds it changed; `None` for never.
     pub damage: Option<Damage>,
 }
 
 /// When an order finds the checkpoint changed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Damage {
-    /// Before it is carried out.
+    /// Before the order is carried out.
     Check,
-    /// While it is carried out.
+    /// While the order is carried out.
     Write,
 }
 
@@ -91,7 +91,7 @@ impl Fake {
         self.awake.retain(|&m| m != memory);
     }
 
-    /// Asserts that the merged adapter is the one that the engine says is merged.
+    /// Asserts that the merged adapter is the one that the engine names.
     fn check_merged(&self, said: &Arc<Adapter>) {
         assert!(self.merged.as_ref().is_none_or(|merged| Arc::ptr_eq(merged, said)), "another adapter is merged");
     }

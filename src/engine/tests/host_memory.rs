@@ -5,14 +5,14 @@ use crate::engine::*;
 use crate::memory::MemoryUse;
 use crate::weights::{UpdateKind, WeightUpdate};
 
-/// Of the host's ledger, what the process does not take.
+/// Bytes of the host's ledger that the process does not take.
 const ROOM: u64 = 200;
 
 fn rig() -> Rig {
     Rig::beside_host(100 + ROOM)
 }
 
-/// What each ledger has for a use.
+/// Bytes that each ledger has for a use.
 fn entries(rig: &mut Rig, used_for: MemoryUse) -> (u64, u64) {
     let status = rig.status();
     let of = |report: &crate::memory::MemoryReport| {
@@ -41,7 +41,7 @@ fn shadow_weights_are_the_devices_and_what_arrives_is_the_hosts() {
     assert_eq!(entries(&mut rig, MemoryUse::UpdateStaging), (300, 20));
     rig.call(|reply| Command::CancelUpdate { update: None, reply });
     assert_eq!(entries(&mut rig, MemoryUse::UpdateStaging), (0, 0));
-    // Each memory refuses for itself, and nothing stays reserved.
+    // Each ledger rejects for itself, and nothing stays reserved.
     for (push, part) in [
         (full(421, 401), "the device's ceiling of 1000 B is left"),
         (full(300 + ROOM + 1, 300), "start the server with a larger --host-memory"),
@@ -64,7 +64,7 @@ fn what_sleeps_in_the_hosts_memory_is_in_its_ledger() {
         sleep(&mut rig, level);
         assert_eq!(entries(&mut rig, MemoryUse::Offloaded), (0, 150), "{level:?}");
         assert_eq!(entries(&mut rig, MemoryUse::Weights), (0, 0), "{level:?}");
-        // The cache has nothing there.
+        // The cache takes no host memory.
         rig.wake(false, true, false).unwrap();
         assert_eq!(entries(&mut rig, MemoryUse::Offloaded), (0, 150), "{level:?}");
         rig.wake(true, true, true).unwrap();

@@ -1,4 +1,4 @@
-//! One caller cannot harm the others: by a panic of its answer, by a flood of commands, by many ids.
+//! One caller cannot harm others: not by a panic of its answer, a flood of commands, or many ids.
 
 use std::sync::mpsc::{Receiver, channel, sync_channel};
 
@@ -103,8 +103,8 @@ fn an_update_that_is_cancelled_while_its_commit_falls_due_keeps_its_transaction(
     let update = begin.cancel.clone();
     let ticket = rig.begin(begin).unwrap();
     let commit = rig.commit(ticket.id, lora());
-    // A pause waits behind the commit. When its caller vanishes its reply is dropped, and by that the sender vanishes
-    // too.
+    // A pause waits behind the commit. When its caller disconnects, its reply is dropped, and that disconnects the
+    // sender too.
     let pause = CancelFlag::default();
     let guard = CancelAtDrop(update);
     let reply: Reply<Result<()>> = Box::new(move |_| drop(guard));
@@ -118,14 +118,14 @@ fn an_update_that_is_cancelled_while_its_commit_falls_due_keeps_its_transaction(
     rig.assert_clean();
 }
 
-/// Callers that ask again as soon as they are answered keep the queue full, but the engine steps nevertheless.
+/// Callers that send a command as soon as the last is answered keep the queue full, but the engine still steps.
 #[test]
 fn a_flood_of_commands_does_not_keep_the_engine_from_stepping() {
     let (sender, commands) = sync_channel(COMMAND_QUEUE);
     let rig = Rig::with_commands(commands);
     let (command, asked) = ask("a", 3, 20);
     sender.send(Command::Generate(Box::new(command))).unwrap();
-    /// Asks again from the reply itself, on the engine's thread, so that there always is a command.
+    /// Sends the next command from the reply itself, on the engine's thread, so that there always is one.
     fn ask_for_ever(sender: std::sync::mpsc::SyncSender<Command>) {
         let again = sender.clone();
         let reply = Box::new(move |status: EngineStatus| {

@@ -1,4 +1,4 @@
-//! Tests of the engine without a model. `serving` runs it on a thread of its own, the others step it with a
+//! Tests of the engine without a model. `serving` runs it on its own thread, and the others step it with a
 //! [`rig::Rig`].
 
 mod adapters;

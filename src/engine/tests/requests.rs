@@ -250,7 +250,7 @@ fn a_request_whose_time_is_up_ends_with_what_it_has() {
     let (mut command, asked) = ask("a", 8, 50);
     command.request.kind =
         RequestKind::Generate { n: 2, seed: 1, prompt_logprobs: false, stream_tokens: false, return_text: false };
-    // The first prompt's samples end before, those of the second run, and the third waits behind both.
+    // The first prompt's samples have ended, those of the second run, and the third prompt waits behind both.
     command.request.prompts = [8, 8, 40].map(|len: u32| Prompt::from_tokens((0..len).collect::<Vec<_>>())).to_vec();
     let short = PromptSampling {
         params: Arc::new(SamplingParams { max_tokens: 1, ..SamplingParams::default() }),

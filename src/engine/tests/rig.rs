@@ -1,4 +1,4 @@
-//! An engine that a test drives step by step, over an executor without a model.
+//! An engine that a test drives step by step, with an executor without a model.
 
 use std::collections::BTreeMap;
 use std::sync::mpsc::{Receiver, TryRecvError, channel, sync_channel};
@@ -19,9 +19,9 @@ use crate::weights::{
 pub const BLOCK_SIZE: usize = 4;
 pub const BLOCKS: usize = 64;
 pub const MAX_QUEUED: usize = 16;
-/// Bytes of the rig's ledger that are not reserved at the start, of a ceiling of 1,000.
+/// Bytes of the rig's ledger that are free at the start; the ceiling is 1,000.
 pub const STAGING: u64 = 300;
-/// Most bytes that requests and replies under way may take.
+/// Most bytes that requests and replies in flight may take.
 pub const TRAFFIC_BYTES: u64 = 1 << 30;
 
 /// Names of the parameters of the rig's model, each a matrix of 5 x 3 float32.
@@ -58,7 +58,7 @@ impl<T> Told<T> {
     }
 }
 
-/// A request that was given to a rig.
+/// A request that a rig received.
 pub struct Asked {
     pub events: Receiver<Event>,
     pub cancel: CancelFlag,
@@ -70,7 +70,7 @@ impl Asked {
         self.events.try_iter().collect()
     }
 
-    /// The completion of a request of one sample that has ended.
+    /// The completion of a finished request of one sample.
     pub fn completion(&self) -> Completion {
         match &self.events()[..] {
             [Event::Completion(completion), Event::Done(_)] => completion.clone(),
@@ -185,7 +185,7 @@ impl Rig {
         Self::with(commands, MemoryBudget::new(1000, 1.0))
     }
 
-    /// A rig on a device with memory of its own, beside so many bytes of the host's.
+    /// A rig on a device with its own memory, and so many bytes of host memory.
     pub fn beside_host(bytes: u64) -> Self {
         Self::with(sync_channel(1).1, MemoryBudget::beside_host(1000, 1.0, 10_000, bytes))
     }
@@ -231,7 +231,7 @@ impl Rig {
         self.engine.check_integrity();
     }
 
-    /// Gives the engine a command that is answered, and returns where the reply comes.
+    /// Gives the engine a command with a reply, and returns the channel of the reply.
     pub fn call<T: Send + 'static>(&mut self, command: impl FnOnce(Reply<T>) -> Command) -> Receiver<T> {
         let (sender, receiver) = channel();
         self.command(command(Box::new(move |value| drop(sender.send(value)))));
@@ -249,7 +249,7 @@ impl Rig {
         (0..count).for_each(|_| self.step());
     }
 
-    /// Steps while there is anything to step.
+    /// Steps while any request can step.
     pub fn finish(&mut self) {
         while self.engine.core.can_step() {
             self.step();
@@ -304,14 +304,14 @@ impl Rig {
         told(&self.call(|reply| Command::WritePart { update, tensors, reply })).reply()
     }
 
-    /// Sends a whole update, and returns where the reply to its commit comes.
+    /// Sends a whole update, and returns the channel of the reply to its commit.
     pub fn push(&mut self, begin: UpdateBegin) -> Result<Receiver<Result<UpdateReply>>> {
         let kind = begin.kind;
         let ticket = self.begin(begin)?;
         Ok(self.commit(ticket.id, content(kind)))
     }
 
-    /// Sends a whole update that is applied or refused at once.
+    /// Sends a whole update, which is applied or rejected at once.
     pub fn push_now(&mut self, begin: UpdateBegin) -> Result<UpdateReply> {
         self.push(begin).and_then(|reply| told(&reply).reply())
     }
@@ -320,7 +320,7 @@ impl Rig {
         self.push_now(UpdateBegin { running, ..begin(UpdateKind::Lora) }).unwrap()
     }
 
-    /// Asserts that nothing is left behind: no request, no held block, no update and no reservation for one.
+    /// Asserts that nothing is left: no request, no held block, no update and no reservation for one.
     pub fn assert_clean(&mut self) {
         let status = self.status();
         assert_eq!(

@@ -18,7 +18,7 @@ use crate::weights::{Dtype, ParamSpec, Parameters, ShadowWeights};
 
 const PATIENCE: Duration = Duration::from_secs(20);
 
-/// An executor that counts up. Each of its steps waits for a permit of the test.
+/// An executor that counts up. Each step waits for a permit from the test.
 struct Counting {
     permits: Receiver<()>,
     plan: Option<Arc<StepPlan>>,

@@ -1,4 +1,4 @@
-//! Every command in every state, given to an engine.
+//! Gives an engine every command in every state.
 
 use super::rig::*;
 use crate::engine::*;
@@ -8,7 +8,7 @@ use crate::weights::{UpdateKind, WeightUpdate};
 
 type Reach = fn(&mut Rig);
 
-/// A state, and how it is reached.
+/// A state, and how to reach it.
 const STATES: [(&str, Reach); 16] = [
     ("run", |_| ()),
     ("pause", |rig| told(&rig.pause(DrainMode::Wait)).reply().unwrap()),
@@ -61,7 +61,7 @@ fn sleep_and_wake(rig: &mut Rig, level: SleepLevel, weights: bool) {
     rig.wake(weights, !weights, false).unwrap();
 }
 
-/// Sends a part of a FULL push in place, whose client vanishes then.
+/// Sends a part of a FULL push in place, and disconnects.
 fn break_in_place(rig: &mut Rig) {
     let cancel = CancelFlag::default();
     let begin = UpdateBegin { in_place: true, staging_bytes: 2000, cancel: cancel.clone(), ..begin(UpdateKind::Full) };

@@ -1,4 +1,4 @@
-//! The text that a request's events have, for every way in which a sample can end.
+//! The text in a request's events, for every way in which a sample can end.
 
 use std::path::Path;
 
@@ -16,8 +16,8 @@ struct Told {
     completion: Completion,
 }
 
-/// Gives a request with the stop string `stop` the tokens of `text`, until its sample has ended. The last token comes
-/// with the reason `finish`.
+/// Feeds a request with the stop string `stop` the tokens of `text` until its sample has ended. The last token has the
+/// finish reason `finish`.
 fn tell(text: &str, stop: &str, finish: Option<FinishReason>, (stream_tokens, return_text): (bool, bool)) -> Told {
     let file = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/fixtures/tokenizer/tokenizer.json");
     let tokenizer = Arc::new(Tokenizer::from_file(Path::new(file)).expect("the fixture is there"));

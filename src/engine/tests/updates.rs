@@ -1,4 +1,4 @@
-//! What requests see of an update, under each [`RunningPolicy`].
+//! The effect of an update on requests, under each [`RunningPolicy`].
 
 use super::rig::*;
 use crate::engine::*;
@@ -209,7 +209,7 @@ fn a_version_that_goes_back_or_repeats_must_be_meant() {
         refused(set(&mut rig, version, false).unwrap_err());
     }
     assert_eq!((rig.did(), rig.status().stats.weight_version), (vec![], 7));
-    // A version that was free at the beginning of a push is not at its commit.
+    // A version that was free when a push began is taken at its commit.
     let ticket = rig.begin(UpdateBegin { new_version: Some(7), force_version: true, ..begin(UpdateKind::Lora) });
     told(&rig.commit(ticket.unwrap().id, lora())).reply().unwrap();
     let ticket = rig.begin(UpdateBegin { new_version: Some(9), ..begin(UpdateKind::Lora) }).unwrap();
@@ -219,7 +219,7 @@ fn a_version_that_goes_back_or_repeats_must_be_meant() {
     set(&mut rig, 3, true).unwrap();
     assert_eq!(push(&mut rig, 3, true).unwrap().weight_version, 3);
     assert_eq!(rig.push_lora(RunningPolicy::Keep).weight_version, 4, "one without a version goes on");
-    // Where the weights are missing there is no version to stay above: what a sleep has dropped comes back.
+    // While the weights are missing, a push may restore the version that a sleep dropped.
     told(&rig.sleep(SleepLevel::Two, DrainMode::Wait)).reply().unwrap();
     assert_eq!(push(&mut rig, 4, false).unwrap().weight_version, 4);
     rig.assert_clean();
@@ -308,12 +308,12 @@ fn a_packed_push_is_exchanged_at_its_commit() {
     let reply = told(&rig.commit(ticket.id, WeightUpdate::Packed(shadow))).reply().unwrap();
     assert_eq!(rig.did(), [Did::Exchange]);
     assert_eq!((reply.weight_version, rig.reserved(MemoryUse::MergedAdapter)), (2, 0));
-    // The replaced weights are kept for the next FULL push, and are dropped for a push of another kind.
+    // The replaced weights are kept for the next FULL push, and dropped for a push of another kind.
     assert_eq!(rig.reserved(MemoryUse::SpareWeights), rig.reserved(MemoryUse::Weights));
     assert!(rig.begin(begin(UpdateKind::Full)).unwrap().shadow.is_some());
     assert_eq!((rig.reserved(MemoryUse::SpareWeights), rig.did()), (0, vec![]));
     rig.engine.updates.roll_back(&mut rig.engine.core);
-    // The pushed weights are the base now, so the parts that the next adapter is merged into are copied.
+    // The pushed weights are the base now, so the parameters that the next adapter changes are copied.
     let ticket = rig.begin(begin(UpdateKind::Lora)).unwrap();
     let merged = WeightUpdate::Lora(adapter(&rig.engine.core.parameters, 1, 1));
     told(&rig.commit(ticket.id, merged)).reply().unwrap();
@@ -347,7 +347,7 @@ fn a_packed_push_after_the_deep_sleep_leaves_no_spare() {
     rig.wake(true, true, false).unwrap();
     let ticket = rig.begin(begin(UpdateKind::Full)).unwrap();
     told(&rig.commit(ticket.id, WeightUpdate::Packed(ticket.shadow.unwrap()))).reply().unwrap();
-    // The replaced weights had no memory any more.
+    // The replaced weights had no memory left.
     assert_eq!((rig.reserved(MemoryUse::Weights), rig.reserved(MemoryUse::SpareWeights)), (120, 0));
     rig.assert_clean();
 }

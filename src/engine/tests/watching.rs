@@ -1,4 +1,4 @@
-//! What observers see of the engine: its phases without gaps, and numbers that agree with its status.
+//! Observers see the engine's phases without gaps, and numbers that agree with its status.
 
 use std::sync::mpsc::{channel, sync_channel};
 use std::time::Duration;
@@ -39,7 +39,7 @@ impl Served {
         events
     }
 
-    /// The phases of the engine so far, without those that repeat.
+    /// The phases of the engine so far, without repetitions.
     fn phases(&self) -> Vec<Phase> {
         let mut phases: Vec<_> = self.spans().iter().map(|span| span.phase).collect();
         phases.dedup();
@@ -97,7 +97,7 @@ fn phases_follow_each_other_without_gaps_and_cover_the_wall_clock() {
     engine.settles(Phase::Idle);
     use Phase::{Asleep, Checksum, Idle, Load, Paused, PushApply, PushReserve, Reload, Sleep, Wake, WeightsMissing};
     let mut phases = engine.phases();
-    // Which of these the engine's thread waits for between the two commands of a push is chance.
+    // Whether the engine's thread idles between the two commands of a push depends on timing.
     phases.retain(|phase| *phase != Idle);
     phases.dedup();
     let expected = [

@@ -7,7 +7,7 @@ fn tokenizer() -> Arc<Tokenizer> {
     Arc::new(Tokenizer::from_file(Path::new(file)).expect("the fixture is there"))
 }
 
-/// The byte length of `text` before the stop string that ends first; of several that end there, the longest.
+/// The byte length of `text` before the stop string that ends first; if several end there, before the longest.
 fn text_len(text: &str, stop: &[&str]) -> Option<usize> {
     (1..=text.len()).find_map(|end| {
         let ended = stop.iter().filter(|s| text.as_bytes()[..end].ends_with(s.as_bytes()));

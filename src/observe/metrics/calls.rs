@@ -1,12 +1,13 @@
-//! Counts of calls by method and status, whichever door they come through.
+//! Counts of gRPC and HTTP calls by method and status.
 
 use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, PoisonError};
 
-/// Most pairs of method and status that are counted apart. Methods and statuses are closed sets; this bounds a mistake.
+/// Most pairs of method and status that have a count of their own. Methods and statuses are closed sets, so only a bug
+/// reaches this limit.
 const MOST: usize = 1024;
 
-/// Number of calls that have ended, by their labels. Only threads of the server take the lock, for the time of an
+/// Number of calls that have ended, by their labels. Only threads of the server take the lock, and hold it for one
 /// addition.
 #[derive(Clone, Debug, Default)]
 pub struct CallCounts(Arc<Mutex<BTreeMap<[String; 3], u64>>>);

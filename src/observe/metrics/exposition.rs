@@ -4,33 +4,33 @@ use std::fmt::{Display, Write as _};
 
 use super::number::Histogram;
 
-/// A text in Prometheus' format that grows by one metric after the other.
+/// Text in Prometheus' format, written metric by metric.
 #[derive(Debug, Default)]
 pub(super) struct Exposition {
     text: String,
-    /// Name of the metric that was begun last.
+    /// Name of the current metric: the one that was begun last.
     name: &'static str,
 }
 
 impl Exposition {
-    /// Begins a metric with its type and what it is.
+    /// Begins a metric with its type and its help text.
     pub fn begin(&mut self, name: &'static str, kind: &str, help: &str) {
         self.name = name;
         let _ = writeln!(self.text, "# HELP {name} {help}\n# TYPE {name} {kind}");
     }
 
-    /// A counter or a gauge without labels.
+    /// Writes a counter or a gauge that has one value and no labels.
     pub fn single(&mut self, name: &'static str, kind: &str, help: &str, value: impl Display) {
         self.begin(name, kind, help);
         self.sample(&[], value);
     }
 
-    /// A value of the metric that was begun last.
+    /// Writes a value of the current metric.
     pub fn sample(&mut self, labels: &[(&str, &str)], value: impl Display) {
         self.line("", labels, None, value);
     }
 
-    /// The values of a histogram, whose metric was begun last.
+    /// Writes a histogram of the current metric.
     pub fn histogram(&mut self, labels: &[(&str, &str)], histogram: &Histogram) {
         let (below, count) = histogram.cumulative();
         for (bound, number) in below {
@@ -60,7 +60,7 @@ impl Exposition {
     }
 }
 
-/// Appends a label's value: backslash, quote and line feed are escaped.
+/// Appends a label's value, with backslashes, quotes and line feeds escaped.
 fn escape(text: &mut String, value: &str) {
     for c in value.chars() {
         match c {

@@ -1,4 +1,4 @@
-//! The values that labels may have. Each set is closed, so that the number of time series has a bound.
+//! The values that labels may have. Each set is closed, which bounds the number of time series.
 
 use crate::types::FinishReason;
 
@@ -33,7 +33,7 @@ macro_rules! label {
 }
 
 label! {
-    /// What a step computes.
+    /// Kind of a step, by the work in it.
     pub enum StepKind {
         /// Prompts only.
         Prefill = "prefill",
@@ -44,7 +44,7 @@ label! {
 }
 
 label! {
-    /// The kind of a push.
+    /// Kind of a push.
     pub enum PushKind {
         Lora = "lora",
         Full = "full",
@@ -55,7 +55,7 @@ label! {
 }
 
 label! {
-    /// How the tensors of a push come.
+    /// Path of the bytes of a push.
     pub enum Transport {
         Inline = "inline",
         Broadcast = "broadcast",

@@ -5,7 +5,7 @@ use std::array::from_fn;
 use super::Gauge;
 use crate::memory::{MemoryReport, MemoryUse};
 
-/// A ledger as it was published last; zeros before that.
+/// A ledger as the engine last published it; all zeros before that.
 #[derive(Debug)]
 pub(super) struct LedgerGauges {
     total: Gauge,
@@ -27,7 +27,7 @@ impl LedgerGauges {
         }
     }
 
-    /// With all entries, those of no bytes too.
+    /// The ledger with all its entries, empty ones too.
     pub fn report(&self) -> MemoryReport {
         let entries = MemoryUse::ALL.into_iter().zip(&self.entries).map(|(used_for, gauge)| (used_for, gauge.get()));
         MemoryReport { total: self.total.get(), ceiling: self.ceiling.get(), entries: entries.collect() }

@@ -6,12 +6,13 @@ use crate::memory::MemoryReport;
 use crate::types::EngineStats;
 
 impl Metrics {
-    /// The engine's numbers as it published them last.
+    /// The engine's numbers as it last published them.
     pub fn engine(&self) -> EngineStats {
         EngineStats::from_values(self.engine.each_ref().map(Gauge::get))
     }
 
-    /// The ledger as it was published last, and the host's where that is another, with the entries that have any bytes.
+    /// The ledger as the engine last published it, and the host's if the device has memory of its own; without empty
+    /// entries.
     pub fn ledgers(&self) -> (MemoryReport, Option<MemoryReport>) {
         let [device, host] = [0, 1].map(|i| {
             let mut report = self.ledgers[i].report();

@@ -1,8 +1,9 @@
 //! The numbers for Prometheus. Their names, types and meanings are in `docs/observability.md`; those that vLLM has too
 //! have its names, with `rollout:` before them.
 //!
-//! prometheus-client is not used: it writes OpenMetrics only, and a lock is in its histograms, which the engine's
-//! thread would take for every token.
+//! The crate prometheus-client writes only OpenMetrics, with other names for counters, and the engine's thread would
+//! take a lock in its histograms for every token. metrics-exporter-prometheus allocates for every value of a histogram
+//! until the next scrape.
 
 mod calls;
 mod exposition;
@@ -28,12 +29,12 @@ use crate::error::Error;
 use crate::memory::MemoryReport;
 use crate::types::{ENGINE_STATS, EngineStats, FinishReason};
 
-/// Outcome of a request whose samples have all ended by themselves. Other requests have the kind of an error, that of
-/// [`Error::Aborted`] where a client or an order ended them.
+/// Outcome of a request whose samples all ended by themselves. The outcome of any other request is the kind of an
+/// error: that of [`Error::Aborted`] if a client or a command ended it.
 const FINISHED: &str = "finished";
 const ABORTED: &str = "aborted";
 
-/// A value of a closed set that others read.
+/// A value of a closed set, which one thread writes and others read.
 #[derive(Debug, Default)]
 struct State(AtomicUsize);
 
@@ -50,7 +51,7 @@ impl State {
 const KINDS: usize = PushKind::ALL.len();
 const TRANSPORTS: usize = Transport::ALL.len();
 
-/// Pushes of one kind by one transport.
+/// Numbers of the pushes of one kind by one transport.
 #[derive(Debug)]
 struct PushMetrics {
     applied: Counter,
@@ -60,17 +61,17 @@ struct PushMetrics {
     pause: Histogram,
 }
 
-/// All numbers. They are made at the start; writing one never allocates and never waits.
+/// All numbers. They are allocated at the start; a write never allocates or waits.
 #[derive(Debug)]
 pub struct Metrics {
-    /// The engine's numbers as it published them last, in the order of [`ENGINE_STATS`].
+    /// The engine's numbers as it last published them, in the order of [`ENGINE_STATS`].
     engine: [Gauge; ENGINE_STATS.len()],
-    /// Of the device, and of the host's memory where that is another.
+    /// The device's ledger, and the host's if the device has memory of its own.
     ledgers: [LedgerGauges; 2],
     lifecycle: State,
     sleep_state: State,
 
-    // Of requests and samples.
+    // Requests and samples.
     finished: [Counter; Finished::ALL.len()],
     outcomes: Vec<(&'static str, Counter)>,
     prompt_lengths: Histogram,
@@ -83,12 +84,12 @@ pub struct Metrics {
     decode_time: Histogram,
     request_time: Histogram,
 
-    // Of steps.
+    // Steps.
     step_time: [Histogram; StepKind::ALL.len()],
     step_tokens: Histogram,
     step_samples: Histogram,
 
-    // Of pushes, sleeps and wakes.
+    // Pushes, sleeps and wakes.
     pushes: [[PushMetrics; TRANSPORTS]; KINDS],
     pub pushes_open: Gauge,
     sleep_time: [Histogram; 2],
@@ -96,7 +97,7 @@ pub struct Metrics {
     wake_time: [Histogram; 2],
     woken_bytes: Counter,
 
-    // Of the server.
+    // The server.
     pub connections: Gauge,
     pub grpc_calls: CallCounts,
     pub http_calls: CallCounts,
@@ -153,12 +154,12 @@ impl Default for Metrics {
 }
 
 impl Metrics {
-    /// Takes over the engine's numbers.
+    /// Stores the engine's numbers.
     pub fn publish(&self, stats: &EngineStats) {
         self.engine.iter().zip(stats.values()).for_each(|(gauge, value)| gauge.set(value));
     }
 
-    /// Takes over the ledger, and the host's where that is another.
+    /// Stores the ledger, and the host's if the device has memory of its own.
     pub fn publish_memory(&self, device: &MemoryReport, host: Option<&MemoryReport>) {
         let [of_device, of_host] = &self.ledgers;
         of_device.publish(device);
@@ -177,7 +178,7 @@ impl Metrics {
         self.step_samples.count(samples);
     }
 
-    /// Counts the end of a request, whose outcome is [`FINISHED`] or the kind of an error.
+    /// Counts the end of a request; `outcome` is [`FINISHED`] or the kind of an error.
     fn ended(&self, outcome: &str) {
         if let Some((_, count)) = self.outcomes.iter().find(|(name, _)| *name == outcome) {
             count.add(1);
@@ -196,24 +197,24 @@ impl Metrics {
         self.ended(error.kind());
     }
 
-    /// The request's first sequence runs, `waited` after the request arrived.
+    /// Notes that a request's first sequence began to run, `waited` after the request arrived.
     pub fn request_scheduled(&self, waited: Duration) {
         self.queue_time.observe(waited);
     }
 
-    /// A sample has its first token, `since_arrival` after its request arrived and `since_scheduled` after it began to
-    /// run.
+    /// Notes that a sample has its first token, `since_arrival` after its request arrived and `since_scheduled` after
+    /// the request began to run.
     pub fn first_token(&self, since_arrival: Duration, since_scheduled: Duration) {
         self.first_token.observe(since_arrival);
         self.prefill_time.observe(since_scheduled);
     }
 
-    /// A sample has a further token, `gap` after the one before.
+    /// Notes that a sample has another token, `gap` after the previous one.
     pub fn next_token(&self, gap: Duration) {
         self.next_token.observe(gap);
     }
 
-    /// A sample of `tokens` tokens has ended, `decoded` after its first token.
+    /// Notes that a sample of `tokens` tokens ended, `decoded` after its first token.
     pub fn sample_done(&self, reason: FinishReason, tokens: usize, decoded: Duration) {
         self.finished[Finished::from(reason).index()].add(1);
         self.completion_lengths.count(tokens);
@@ -227,7 +228,7 @@ impl Metrics {
         &self.pushes[kind.index()][transport.index()]
     }
 
-    /// A push was applied: received in `staging`, with steps standing still for `pause`.
+    /// Notes that a push was applied: it was received in `staging`, and no step ran for `pause`.
     pub fn push_applied(&self, kind: PushKind, transport: Transport, bytes: u64, staging: Duration, pause: Duration) {
         let push = self.of_push(kind, transport);
         push.applied.add(1);
@@ -240,19 +241,19 @@ impl Metrics {
         self.of_push(kind, transport).failed.add(1);
     }
 
-    /// Pushes that have ended, applied or not.
+    /// Number of pushes that have ended, applied or not.
     pub fn pushes_ended(&self) -> u64 {
         self.pushes.iter().flatten().map(|push| push.applied.get() + push.failed.get()).sum()
     }
 
-    /// A sleep at `level` has given back so many bytes of weights and of KV cache.
+    /// Notes that a sleep at `level` released so many bytes of weights and of KV cache.
     pub fn slept(&self, level: u64, took: Duration, weights: u64, kv_cache: u64) {
         self.sleep_time[usize::from(level == 2)].observe(took);
         self.slept_bytes[0].add(weights);
         self.slept_bytes[1].add(kv_cache);
     }
 
-    /// A wake has taken `bytes`; with `reload` it has read the checkpoint as the policy.
+    /// Notes that a wake took `bytes` back; with `reload` it loaded the checkpoint as the policy.
     pub fn woke(&self, reload: bool, took: Duration, bytes: u64) {
         self.wake_time[usize::from(reload)].observe(took);
         self.woken_bytes.add(bytes);

@@ -1,4 +1,4 @@
-//! Counters, gauges and histograms of atomics: writing one is an addition, and takes no lock.
+//! Counters, gauges and histograms made of atomics: a write is one addition without a lock.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
@@ -39,7 +39,7 @@ impl Gauge {
     }
 }
 
-/// What a histogram's whole numbers are.
+/// Unit of a histogram's integers.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Unit {
     Nanoseconds,
@@ -48,7 +48,7 @@ pub(super) enum Unit {
 }
 
 impl Unit {
-    /// `value` as it is shown: seconds, or the count.
+    /// `value` as readers see it: seconds, or a count.
     pub fn shown(self, value: u64) -> f64 {
         match self {
             Self::Nanoseconds => value as f64 / 1e9,
@@ -65,8 +65,8 @@ const MOST_BOUNDS: usize = 20;
 pub struct Histogram {
     bounds: &'static [u64],
     unit: Unit,
-    /// Values at most as large as the bound of the same index and larger than the one before; behind the last bound,
-    /// those beyond all.
+    /// Number of values in each bucket: at most the bound of the same index, and above the bound before it. The bucket
+    /// after the last bound counts the values above all bounds.
     counts: [AtomicU64; MOST_BOUNDS + 1],
     sum: AtomicU64,
 }
@@ -91,7 +91,7 @@ impl Histogram {
         self.sum.fetch_add(value, Ordering::Relaxed);
     }
 
-    /// Each bound as it is shown with the number of values up to it, and the number of all values.
+    /// Each bound in the shown unit with the number of values up to it, and the number of all values.
     pub(super) fn cumulative(&self) -> (Vec<(f64, u64)>, u64) {
         let mut total = 0;
         let mut below = Vec::with_capacity(self.bounds.len());
@@ -109,7 +109,7 @@ impl Histogram {
 
 const MS: u64 = 1_000_000;
 
-/// Bounds for what a request waits for, from a millisecond to ten minutes.
+/// Bounds for the latencies of requests, from a millisecond to ten minutes.
 pub(super) const LATENCY: &[u64] = &[
     MS,
     5 * MS,

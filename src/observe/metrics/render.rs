@@ -7,7 +7,7 @@ use crate::memory::MemoryReport;
 use crate::observe::Timeline;
 use crate::types::{ENGINE_STATS, EngineStats};
 
-/// What is known outside of the engine, at the time of a scrape.
+/// Facts from outside the engine, read at each scrape.
 #[derive(Clone, Debug, Default)]
 pub struct ServerFacts {
     /// Labels of `rollout:server_info`; empty while the model loads.
@@ -91,7 +91,7 @@ impl Metrics {
         text.histogram(&[], &self.step_samples);
         text.begin("rollout:engine_seconds_total", C, "Time of the engine since the start, by phase.");
         for (phase, nanos) in timeline.sums() {
-            // Short phases are listed apart in the timeline only: here each has its own time.
+            // Only the timeline has an entry for brief phases: the sums count each phase by itself.
             if phase != crate::observe::Phase::Brief {
                 text.sample(&[("phase", phase.name())], nanos as f64 / 1e9);
             }
@@ -209,7 +209,7 @@ impl Metrics {
     }
 }
 
-/// The numbers that the engine publishes.
+/// Writes the numbers that the engine publishes.
 fn engine(text: &mut Exposition, stats: &EngineStats) {
     for (stat, value) in ENGINE_STATS.iter().zip(stats.values()) {
         if let Some((kind, name)) = stat.metric {
@@ -218,7 +218,7 @@ fn engine(text: &mut Exposition, stats: &EngineStats) {
     }
 }
 
-/// The numbers of the prefix cache and of its blocks, as vLLM names them.
+/// Writes the numbers of the prefix cache and its blocks, under vLLM's names.
 fn cache(text: &mut Exposition, stats: &EngineStats) {
     let help = "Prompt tokens looked for in the prefix cache.";
     text.single("rollout:prefix_cache_queries_total", C, help, stats.prompt_tokens);
@@ -234,7 +234,7 @@ fn cache(text: &mut Exposition, stats: &EngineStats) {
     }
 }
 
-/// A ledger as three families: its entries, its ceiling, and the memory that there is.
+/// Writes a ledger as three metrics: its entries, its ceiling, and the total memory.
 fn ledger(text: &mut Exposition, report: &MemoryReport, names: [&'static str; 3], help: [&str; 3]) {
     text.begin(names[0], G, help[0]);
     for (used_for, bytes) in &report.entries {

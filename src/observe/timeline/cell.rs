@@ -1,13 +1,13 @@
-//! Words that one thread writes and others read, all of them or none, without a lock.
+//! Words that one thread writes and others read as a whole, without a lock.
 
 use std::sync::atomic::{AtomicU64, Ordering, fence};
 
-/// How often a reader tries again while the writer is in the middle of a write. A write takes nanoseconds, unless its
-/// thread loses its core.
+/// How often a reader retries while a write is in progress. A write takes nanoseconds unless the system suspends its
+/// thread.
 const TRIES: usize = 64;
 
-/// `N` words with a count of writes, which is odd during one. The writer never waits; a reader that meets a write tries
-/// again.
+/// `N` words with a count of writes that is odd during a write (a seqlock). The writer never waits; a reader retries if
+/// it meets a write.
 #[derive(Debug)]
 pub(super) struct Cell<const N: usize> {
     writes: AtomicU64,
@@ -30,7 +30,7 @@ impl<const N: usize> Cell<N> {
         self.writes.store(before + 2, Ordering::Release);
     }
 
-    /// The words of one write, or `None` if the writer has lost its core in the middle of one.
+    /// The words of the last write; `None` if the system suspended the writer in the middle of one.
     pub fn read(&self) -> Option<[u64; N]> {
         for _ in 0..TRIES {
             let before = self.writes.load(Ordering::Acquire);

@@ -1,8 +1,8 @@
-//! The timeline as it grows, for readers that stay.
+//! Follows the timeline as it grows.
 
 use super::{Span, Timeline, TrackName};
 
-/// A reader that stays: it is given each span once it is there, and again while it may still change.
+/// A reader that follows the timeline. It gets each new span, and gets it again while the span may still change.
 #[derive(Clone, Debug)]
 pub struct Follower {
     timeline: Timeline,
@@ -10,20 +10,20 @@ pub struct Follower {
     next: [u64; 2],
 }
 
-/// What a follower has not seen yet.
+/// Spans that a follower has not seen yet.
 #[derive(Clone, Debug)]
 pub struct News {
-    /// Time of the answer in nanoseconds since the timeline's start.
+    /// Time of this reading, in nanoseconds since the timeline's start.
     pub now: u64,
-    /// Spans of each track in order, those that were given before and may have changed included.
+    /// New spans of each track in order, and spans that were read before but may have changed.
     pub spans: [Vec<Span>; 2],
-    /// Whether there are more than were asked for.
+    /// Whether there are more spans than the limit.
     pub has_more: bool,
 }
 
 impl Timeline {
-    /// Follows the timeline from the spans on that end within the last `nanos` nanoseconds, from the newest `most` of
-    /// each track at most.
+    /// Follows the timeline, beginning with the spans that ended within the last `nanos` nanoseconds, at most `most` of
+    /// each track.
     pub fn follow(&self, nanos: u64, most: u64) -> Follower {
         let since = self.now().saturating_sub(nanos);
         let next = TrackName::ALL.map(|track| {
@@ -44,7 +44,7 @@ impl Follower {
         let (now, mut has_more) = (self.timeline.now(), false);
         let spans = std::array::from_fn(|i| {
             let ring = self.timeline.ring(TrackName::ALL[i]);
-            // Read first: a span that is settled meanwhile is given once more.
+            // The settled count is read before the spans: a span that settles in between is returned once more.
             let (settled, ids) = (ring.settled(), ring.ids());
             let from = self.next[i].max(ids.start);
             let to = ids.end.min(from.saturating_add(most));

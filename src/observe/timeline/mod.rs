@@ -1,9 +1,9 @@
-//! Where the time goes: a ring of the last phases of the engine, and one of the last pushes beside it.
+//! The timeline: a ring of the engine's last phases, and another of the last pushes.
 //!
-//! The engine's thread writes its track with a [`Recorder`], in a fifth of a microsecond a step. Consecutive steps of
-//! the same kind are one span, up to a second. Phases that alternate faster than the ring could hold for a quarter of
-//! an hour are folded into spans of the phase [`Phase::Brief`], which have the time of each. The engine's track has no
-//! gaps and no overlaps. Pushes are received beside the engine and have a track of their own.
+//! The engine's thread writes its track with a [`Recorder`], which takes a fifth of a microsecond per step. Consecutive
+//! steps of the same kind are one span, up to a second. If phases alternate so fast that the ring could not hold a
+//! quarter of an hour, they are folded into spans of [`Phase::Brief`], which record the time of each phase. The
+//! engine's track has no gaps and no overlaps. Pushes are received beside the engine and have a track of their own.
 
 mod cell;
 mod follow;
@@ -26,9 +26,9 @@ pub use recorder::Recorder;
 pub use span::{Phase, Span};
 pub use trace::TraceFile;
 
-/// Spans of the engine's track: at 32 a second and with a burst before, those of 16 minutes.
+/// Number of spans of the engine's track: 16 minutes of 32 spans a second, after a burst.
 const ENGINE_SPANS: usize = 32 << 10;
-/// Spans of the push track, of which a push has three.
+/// Number of spans of the push track; a push has three.
 const PUSH_SPANS: usize = 4 << 10;
 
 /// Bytes that a timeline takes; part of the ledger's entry for the process.
@@ -63,18 +63,18 @@ pub struct Timeline {
     sums: Arc<Cell<SUM_WORDS>>,
 }
 
-/// What a timeline shows of a stretch of time. Times are nanoseconds since 1970, by the clock at the timeline's start.
+/// The part of a timeline within a period. Times are nanoseconds since 1970, by the wall clock at the timeline's start.
 #[derive(Clone, Debug)]
 pub struct Window {
-    /// Begin of the stretch: as asked for, or of the oldest span that is given.
+    /// Begin of the period: the requested one, or that of the oldest returned span.
     pub from: u64,
-    /// End of the stretch: the time of the answer.
+    /// End of the period: the time of the call.
     pub now: u64,
-    /// Whether older spans were left out, because there are more than were asked for or than the ring holds.
+    /// Whether older spans of the period are missing, because of the requested limit or the size of the ring.
     pub truncated: bool,
-    /// Spans with any time in the stretch, each track's in order. Open ones have no end.
+    /// Spans that overlap the period, in order within each track. Open spans have no end.
     pub spans: Vec<(TrackName, Span)>,
-    /// Time of each phase of the engine within the stretch, in nanoseconds, without those that have none.
+    /// Time of each phase of the engine within the period, in nanoseconds, without phases that have none.
     pub times: Vec<(Phase, u64)>,
 }
 
@@ -146,7 +146,8 @@ impl Timeline {
         let ids = ring.ids();
         let oldest = ids.start;
         for id in ids.rev() {
-            // A slot that is overwritten meanwhile was the oldest; one that is being written is given next time.
+            // A slot that is overwritten meanwhile was the oldest; a slot that is being written is returned by the next
+            // call.
             let Some(span) = ring.read(id) else { continue };
             if span.end.is_some_and(|end| end <= since) {
                 return (spans, false);
@@ -159,7 +160,7 @@ impl Timeline {
         (spans, oldest > 0)
     }
 
-    /// The spans of a track from number `from` on that never change again, and the number to go on from.
+    /// The spans of a track from id `from` on that never change again, and the id to continue from.
     fn settled(&self, track: TrackName, from: u64) -> (Vec<Span>, u64) {
         let ring = self.ring(track);
         let end = ring.settled();
@@ -167,7 +168,7 @@ impl Timeline {
         (spans, end.max(from))
     }
 
-    /// The spans of a track from number `from` on, those that still change included.
+    /// The spans of a track from id `from` on, including those that may still change.
     fn rest(&self, track: TrackName, from: u64) -> Vec<Span> {
         let ring = self.ring(track);
         (from..ring.ids().end).filter_map(|id| ring.read(id)).collect()
@@ -197,7 +198,7 @@ impl PushTrack {
         span.end = Some(nanos(self.origin.elapsed()));
         (span.bytes, span.weight_version) = (bytes, weight_version);
         self.ring.write(&span);
-        // One push is received at a time, so all before this one have ended.
+        // The server receives one push at a time, so all earlier spans have ended.
         self.ring.settle(span.id + 1);
     }
 }

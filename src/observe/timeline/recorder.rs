@@ -1,4 +1,4 @@
-//! The engine's pen: what phase it is in, written as it changes.
+//! Records the engine's phase whenever it changes.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -9,15 +9,15 @@ use super::track::Ring;
 
 /// Longest span of steps. Consecutive steps of the same kind are one span up to this length.
 const MERGE: Duration = Duration::from_secs(1);
-/// A phase at least so long has a span of its own, however many spans there are.
+/// A phase of at least this length has a span of its own, however many spans there are.
 const LONG: Duration = Duration::from_millis(250);
-/// Spans a second that may be written in the long run. Beyond them, phases shorter than [`LONG`] are folded into brief
-/// spans of at least that length.
+/// Spans per second that may be written in the long run. Beyond this rate, phases shorter than [`LONG`] are folded into
+/// brief spans of at least that length.
 pub(super) const SPANS_PER_SECOND: u64 = 24;
-/// Spans that may be written at once after a quiet time.
+/// Spans that may be written in a burst after a quiet time.
 pub(super) const BURST: u64 = 2048;
 
-/// Words of the sums: the open phase, until when the sums count, and the time of each phase.
+/// Number of words of the sums: the open phase, the time up to which the sums count, and the time of each phase.
 pub(super) const SUM_WORDS: usize = 2 + PHASES;
 
 /// Writes the engine's track. Every moment belongs to exactly one span: a phase lasts until the next one begins.
@@ -25,13 +25,12 @@ pub struct Recorder {
     origin: Instant,
     ring: Arc<Ring>,
     sums: Arc<Cell<SUM_WORDS>>,
-    /// Sums as they were written last.
+    /// The sums as they were last written.
     written: [u64; SUM_WORDS],
-    /// The last closed span, if the next short phase may still be folded into it. Its number is the one before the open
-    /// span's.
+    /// The last closed span, if the next short phase may still be folded into it. It directly precedes the open span.
     folded: Option<Span>,
     open: Span,
-    /// Spans that may be written now, in parts: one span is [`COST`], and a nanosecond adds [`SPANS_PER_SECOND`].
+    /// Credit for writing spans: a span costs [`COST`], and each nanosecond adds [`SPANS_PER_SECOND`].
     credit: u64,
     credited: u64,
 }
@@ -59,9 +58,10 @@ impl Recorder {
         nanos(time.saturating_duration_since(self.origin))
     }
 
-    /// Begins a phase at `time`. Nothing happens if the engine is in it already, but long spans of steps are cut.
+    /// Begins a phase at `time`. If the engine is already in it, this only splits a span of steps that has become too
+    /// long.
     pub fn enter(&mut self, phase: Phase, time: Instant) {
-        // A clock that stands still or a time that was taken early must not make a span end before it began.
+        // A stopped clock, or a time that was read early, must not make a span end before it began.
         let now = self.at(time).max(self.open.start).max(self.written[1]);
         let goes_on = self.open.phase == phase && !(phase.is_step() && now - self.open.start >= nanos(MERGE));
         if goes_on {
@@ -72,12 +72,12 @@ impl Recorder {
         self.publish(now);
     }
 
-    /// Ends the open span, which becomes one of its own or a part of a brief one.
+    /// Ends the open span. It becomes a span of its own or is folded into a brief one.
     fn close(&mut self, now: u64) {
         self.account(now);
         self.open.end = Some(now);
         let is_short = self.open.phase.is_foldable() && now - self.open.start < nanos(LONG);
-        // A brief span that has begun goes on for a while, or each credit would end one.
+        // A brief span keeps growing for a while; otherwise each credit would end one.
         let goes_on = self.folded.is_some_and(|folded| is_short && now - folded.start < nanos(LONG));
         let may_fold = is_short && (goes_on || !self.take_credit(now));
         match &mut self.folded {
@@ -107,7 +107,7 @@ impl Recorder {
         enough
     }
 
-    /// Notes a step, which has ended at `time`, in the open span.
+    /// Counts a step that ended at `time` in the open span.
     pub fn count_step(&mut self, time: Instant, computed: u64, sampled: u64, weight_version: u64) {
         self.open.steps += 1;
         self.open.computed_tokens += computed;
@@ -117,7 +117,7 @@ impl Recorder {
         self.publish(now);
     }
 
-    /// Changes what is known of the open span.
+    /// Changes the attributes of the open span.
     pub fn note(&mut self, change: impl FnOnce(&mut Span)) {
         change(&mut self.open);
         self.ring.write(&self.open);
@@ -137,7 +137,7 @@ impl Recorder {
     }
 }
 
-/// Whole nanoseconds, of which 64 bits count 584 years.
+/// Nanoseconds of `time`; 64 bits count 584 years.
 pub(super) fn nanos(time: Duration) -> u64 {
     u64::try_from(time.as_nanos()).unwrap_or(u64::MAX)
 }

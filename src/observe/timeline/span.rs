@@ -1,12 +1,12 @@
-//! Phases and spans: what a stretch of time was spent on.
+//! Phases and spans: periods of time, each with the work that filled it.
 
-/// What the engine, or a push beside it, does for a stretch of time.
+/// An activity of the engine, or of a push beside it, that lasts for some time.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 #[repr(u8)]
 pub enum Phase {
     /// The model is being loaded.
     Load,
-    /// Nothing to do: there are no requests.
+    /// The engine has nothing to do: there are no requests.
     Idle,
     /// All requests wait for a newer policy.
     WaitVersion,
@@ -14,9 +14,9 @@ pub enum Phase {
     WaitReaders,
     /// Nothing steps until Resume.
     Paused,
-    /// Memory has been given back, and nothing steps until Wake.
+    /// Memory is released, and nothing steps until Wake.
     Asleep,
-    /// The weights are of no policy, and nothing steps until a complete push.
+    /// The weights are missing, and nothing steps until a complete push.
     WeightsMissing,
     /// Steps that compute prompts only.
     Prefill,
@@ -28,19 +28,19 @@ pub enum Phase {
     Brief,
     /// A push's memory is reserved and prepared.
     PushReserve,
-    /// A push is written into the weights: the pause that it makes.
+    /// A push is applied to the weights, and nothing steps.
     PushApply,
-    /// Memory is given back.
+    /// A sleep releases memory.
     Sleep,
-    /// Memory is taken again, and the weights are loaded into it.
+    /// A wake takes memory back and loads the weights.
     Wake,
-    /// As `Wake`, with the checkpoint as the policy.
+    /// Like `Wake`, but the checkpoint is loaded as the policy.
     Reload,
     /// Weights are read for a checksum, while nothing steps.
     Checksum,
-    /// A push's bytes arrive. They are verified on the way, as far as they are whole.
+    /// A push's bytes arrive, and each tensor is verified once it is complete.
     PushReceive,
-    /// What has arrived is verified.
+    /// The rest of the push is verified after its last byte.
     PushVerify,
     /// A verified push waits for the engine, or for requests to end, and is applied.
     PushCommit,
@@ -73,7 +73,7 @@ impl Phase {
         Self::PushCommit,
     ];
 
-    /// Name in answers, in traces and as a label.
+    /// Name in replies, traces and labels.
     pub fn name(self) -> &'static str {
         match self {
             Self::Load => "load",
@@ -99,7 +99,7 @@ impl Phase {
         }
     }
 
-    /// Whether the device stands still, for want of requests or by an order.
+    /// Whether the device is idle, because there are no requests or because a command stopped it.
     pub fn is_waiting(self) -> bool {
         matches!(
             self,
@@ -107,18 +107,18 @@ impl Phase {
         )
     }
 
-    /// Whether it consists of steps.
+    /// Whether the phase consists of steps.
     pub fn is_step(self) -> bool {
         matches!(self, Self::Prefill | Self::Decode | Self::Mixed)
     }
 
-    /// Whether a short one may lose its own span. Pushes, sleeps and wakes keep theirs: they are rare, and what is
-    /// known of them matters.
+    /// Whether a short span of this phase may be folded into a brief one. Pushes, sleeps and wakes keep their spans:
+    /// they are rare, and their attributes matter.
     pub(super) fn is_foldable(self) -> bool {
         self.is_step() || self.is_waiting() || self == Self::Checksum
     }
 
-    /// Whether it is a phase of the engine's thread, and not of a push beside it.
+    /// Whether this is a phase of the engine's thread, not of a push beside it.
     pub fn is_of_engine(self) -> bool {
         !matches!(self, Self::PushReceive | Self::PushVerify | Self::PushCommit)
     }
@@ -128,10 +128,10 @@ impl Phase {
     }
 }
 
-/// Words of a span in its ring.
+/// Number of words of a span in its ring.
 pub(super) const SPAN_WORDS: usize = 12;
 
-/// A stretch of time with what is known of it. Times are nanoseconds after the timeline's start.
+/// A period of time with its phase and attributes. Times are nanoseconds after the timeline's start.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Span {
     /// Number of the span in its track, ascending. The last two spans of a track may still change.
@@ -144,16 +144,16 @@ pub struct Span {
     pub steps: u64,
     pub computed_tokens: u64,
     pub sampled_tokens: u64,
-    /// Version of the policy at its end.
+    /// Version of the policy at the end of the span.
     pub weight_version: u64,
-    /// Bytes that a push brought, that a sleep gave back or that a wake took.
+    /// Bytes that a push sent, a sleep released or a wake took back.
     pub bytes: u64,
-    /// Of a push: its number.
+    /// Number of the push, for the phases of a push.
     pub push: u64,
-    /// Of a sleep: its level.
+    /// Level of the sleep, for [`Phase::Sleep`].
     pub level: u64,
-    /// Of [`Phase::Brief`]: time in prefill steps, decode steps, mixed steps and waiting phases; the rest is other
-    /// work. These share their words with `bytes`, `push` and `level`, which such a span has not.
+    /// For [`Phase::Brief`]: time in prefill steps, decode steps, mixed steps and waiting phases; the rest is other
+    /// work. These share their words with `bytes`, `push` and `level`, which a brief span does not have.
     pub parts: [u64; 4],
 }
 
@@ -175,13 +175,12 @@ impl Span {
         }
     }
 
-    /// Its end, or `now` while it lasts.
+    /// The end of the span, or `now` if it is open.
     pub fn end_or(&self, now: u64) -> u64 {
         self.end.unwrap_or(now).max(self.start)
     }
 
-    /// The time that it spent in each phase between `from` and `now`. A brief span that is cut by `from` counts in
-    /// proportion.
+    /// The time in each phase between `from` and `now`. A brief span that `from` cuts counts in proportion.
     pub fn times(&self, from: u64, now: u64) -> Vec<(Phase, u64)> {
         let (start, end) = (self.start.max(from), self.end_or(now));
         let inside = end.saturating_sub(start);
@@ -197,7 +196,7 @@ impl Span {
         times
     }
 
-    /// Adds the time and the counts of `other`, which follows it, and makes it a brief one.
+    /// Appends the time and the counts of `other`, which follows this span, and makes this one brief.
     pub(super) fn fold(&mut self, other: &Self) {
         if self.phase != Phase::Brief {
             let before = *self;

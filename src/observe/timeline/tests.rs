@@ -1,4 +1,4 @@
-//! The engine's track under a clock of the test's own, and the trace file.
+//! The engine's track under a clock that the test controls, and the trace file.
 
 use std::time::Duration;
 
@@ -202,7 +202,7 @@ fn a_trace_file_that_cannot_be_made_is_named_and_a_full_disk_ends_only_the_file(
     let (timeline, mut recorder, _) = Timeline::new();
     let error = TraceFile::create("/does/not/exist.json".as_ref(), timeline.clone()).err().expect("no such directory");
     assert!(error.to_string().contains("--trace-file /does/not/exist.json"), "{error}");
-    // Each write fails with "no space left on device", the first one at once.
+    // Every write fails with "no space left on device".
     assert!(TraceFile::create("/dev/full".as_ref(), timeline.clone()).is_err());
     let writer_ends = |path: &str| {
         let file = std::fs::OpenOptions::new().write(true).open(path).expect("it is there");
@@ -225,7 +225,7 @@ fn a_follower_is_given_every_span_and_those_that_still_change_again() {
         seen.extend(news.spans[0].iter().map(|span| (span.id, *span)));
         news.has_more
     };
-    // The first phases are too short for spans of their own, and are folded while the follower reads.
+    // The first phases are too short for spans of their own, and are folded into brief spans while the follower reads.
     for i in 0..5_000 {
         clock.enter(if i % 2 == 0 { Phase::Decode } else { Phase::Idle }, 1 + i / 1000);
         if i % 7 == 0 {
@@ -249,6 +249,6 @@ fn a_follower_begins_as_far_back_as_it_is_told() {
     let first = |nanos, most| clock.timeline.follow(nanos, most).news(u64::MAX).spans[0][0].id;
     assert_eq!(first(u64::MAX, u64::MAX), all[0].id);
     assert_eq!(first(u64::MAX, 40), all[all.len() - 40].id);
-    // The test's clock runs ahead of the timeline's, by which every ended span is of the future.
+    // The test's clock runs ahead of the timeline's, so every ended span lies in the timeline's future.
     assert_eq!(first(0, 7), all[all.len() - 7].id);
 }

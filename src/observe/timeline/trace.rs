@@ -1,9 +1,9 @@
 //! The timeline as a file in Chrome's trace format, which Perfetto and chrome://tracing open.
 //!
-//! A thread of its own reads the settled spans of the ring and writes them as they come. The ring is its buffer: a disk
-//! that stands still for less than its quarter of an hour loses nothing, and nobody waits for it. The file is a JSON
-//! array with an event a line. While the server runs, and after it was killed, only the closing bracket is missing,
-//! which the format allows.
+//! A separate thread reads settled spans from the ring and writes them. The ring is the thread's buffer: if the disk
+//! stalls for less than the ring's quarter of an hour, no span is lost, and no other thread waits for the disk. The
+//! file is a JSON array with one event per line. While the server runs, and after it is killed, only the closing
+//! bracket is missing, which the format allows.
 
 use std::fmt::Write as _;
 use std::fs::File;
@@ -16,21 +16,21 @@ use std::time::{Duration, Instant};
 use super::{Phase, Span, Timeline, TrackName};
 use crate::error::{Error, Result};
 
-/// How often spans are written.
+/// Time between two writes.
 const INTERVAL: Duration = Duration::from_millis(250);
-/// Bytes written at once. Events are not cut in two, so that the file stays whole when the process is killed.
+/// Bytes per write. A write ends with a whole event, so that the file stays valid if the process is killed.
 const PIECE_BYTES: usize = 32 << 10;
-/// How long the end of the server waits for a disk that stands still.
+/// Longest time that the end of the process waits for a stalled disk.
 const PATIENCE: Duration = Duration::from_secs(2);
 
-/// The thread that writes `--trace-file`. It ends with the process at the latest.
+/// Handle to the thread that writes `--trace-file`. The thread ends with the process at the latest.
 pub struct TraceFile {
     stop: SyncSender<()>,
     thread: JoinHandle<()>,
 }
 
 impl TraceFile {
-    /// Creates the file, or empties it, and starts to write.
+    /// Creates or truncates the file, and starts the thread.
     ///
     /// # Errors
     /// `Config` if the file cannot be created.
@@ -47,9 +47,9 @@ impl TraceFile {
         Ok(Self { stop, thread })
     }
 
-    /// Writes what is left, closes the file and waits for that, but not for a disk that stands still.
+    /// Writes the remaining spans, closes the file, and waits for that at most [`PATIENCE`].
     pub fn finish(self) {
-        // Sending fails if the thread has given the file up.
+        // Sending fails if the thread stopped after a failed write.
         let _ = self.stop.send(());
         let started = Instant::now();
         while !self.thread.is_finished() && started.elapsed() < PATIENCE {
@@ -73,7 +73,7 @@ impl Writer {
             let written = self.write_settled().and_then(|()| if ends { self.write_end() } else { Ok(()) });
             if let Err(error) = written {
                 let path = self.path.display();
-                tracing::warn!("--trace-file {path}: {error}; the file ends here, and the server goes on without it");
+                tracing::warn!("--trace-file {path}: {error}; the file ends here, and the server keeps running without it");
                 return;
             }
             if ends {
@@ -96,7 +96,7 @@ impl Writer {
         Ok(())
     }
 
-    /// Writes the spans that still last as if they ended now, and closes the array.
+    /// Writes the open spans as if they ended now, and closes the array.
     fn write_end(&mut self) -> std::io::Result<()> {
         for (i, track) in TrackName::ALL.into_iter().enumerate() {
             let spans = self.timeline.rest(track, self.next[i]);
@@ -118,13 +118,13 @@ impl Writer {
     }
 }
 
-/// Writes to a file that has been opened otherwise.
+/// Writes to an open file.
 #[cfg(test)]
 pub(super) fn run_on(file: File, timeline: Timeline, stopped: &Receiver<()>) {
     Writer { path: "a test's".into(), file, timeline, next: [0; 2] }.run(stopped);
 }
 
-/// The array's begin, with names for the process and its tracks.
+/// The beginning of the array, with names for the process and its tracks.
 fn header() -> String {
     let mut text = String::from("[\n");
     let name = |what: &str, tid: usize, name: &str| {
@@ -156,7 +156,7 @@ fn event(text: &mut String, track: TrackName, span: &Span, now: u64) {
     text.push_str("}}");
 }
 
-/// What is known of a span, by name, without what is zero.
+/// The span's attributes by name, except those that are zero.
 fn facts(span: &Span) -> impl Iterator<Item = (&'static str, u64)> {
     let micros = |part: usize| span.parts[part] / 1000;
     let facts = [

@@ -10,20 +10,21 @@ use super::span::{SPAN_WORDS, Span};
 #[derive(Debug)]
 pub(super) struct Ring {
     slots: Box<[Cell<SPAN_WORDS>]>,
-    /// Number of spans so far, those that still change included.
+    /// Number of spans so far, including those that may still change.
     written: AtomicU64,
     /// Number of spans that never change again.
     settled: AtomicU64,
 }
 
-/// Bytes that a ring of so many spans takes.
+/// Size in bytes of a ring of `spans` spans.
 pub(super) const fn ring_bytes(spans: usize) -> usize {
     spans * size_of::<Cell<SPAN_WORDS>>()
 }
 
 impl Ring {
-    /// A ring whose slots are of no span. It holds all of its memory from now on: slots of zeros would be pages that
-    /// the system gives as they are written, and the process would seem to leak until the ring has gone round.
+    /// A ring of empty slots. Empty slots are not zeros, so that the ring holds all its memory from the start: the
+    /// system would give pages of zeros memory only when they are written, and the process would seem to leak until the
+    /// ring is full.
     pub fn new(spans: usize) -> Arc<Self> {
         let slots = (0..spans).map(|_| Cell::new([u64::MAX; SPAN_WORDS])).collect();
         Arc::new(Self { slots, written: AtomicU64::new(0), settled: AtomicU64::new(0) })
@@ -33,7 +34,7 @@ impl Ring {
         &self.slots[(id % self.slots.len() as u64) as usize]
     }
 
-    /// Writes a span, which is new or one that still changed. Only the track's writer calls this.
+    /// Writes a new span, or one that may still change. Only the track's writer calls this.
     pub fn write(&self, span: &Span) {
         self.slot(span.id).write(&span.to_words());
         if span.id >= self.written.load(Ordering::Relaxed) {
@@ -41,7 +42,7 @@ impl Ring {
         }
     }
 
-    /// Spans below `id` never change again.
+    /// Declares that spans below `id` never change again.
     pub fn settle(&self, id: u64) {
         self.settled.fetch_max(id, Ordering::Release);
     }
@@ -51,12 +52,12 @@ impl Ring {
         self.settled.load(Ordering::Acquire)
     }
 
-    /// The span `id`, if it is still there.
+    /// The span `id`, if the ring still has it.
     pub fn read(&self, id: u64) -> Option<Span> {
         Span::from_words(&self.slot(id).read()?).filter(|span| span.id == id)
     }
 
-    /// Ids of the spans that are there, ascending.
+    /// Ids of the spans that the ring has, ascending.
     pub fn ids(&self) -> std::ops::Range<u64> {
         let written = self.written.load(Ordering::Acquire);
         written.saturating_sub(self.slots.len() as u64)..written

@@ -1,5 +1,5 @@
-//! What one render may make and how long it may take. Fuel counts a template's instructions only, and one of them can
-//! make a text of gigabytes or compare values for hours, so that bytes, values and time are counted as well.
+//! Limits on the memory and the time of one render. Fuel counts only a template's instructions, but one instruction can
+//! make a text of gigabytes or compare values for hours, so the meter also counts bytes, values and time.
 
 use std::fmt::{self, Write};
 use std::time::{Duration, Instant};
@@ -10,29 +10,29 @@ use minijinja::{ErrorKind, State};
 use crate::error::Error;
 use crate::memory::{Charge, Traffic};
 
-/// Most instructions of one render. The templates of Qwen, Llama and Mistral take about a hundred for each message, so
-/// this is enough for 100,000 messages; it takes about a second.
+/// Most instructions of one render. The templates of Qwen, Llama and Mistral take about a hundred per message, so this
+/// is enough for 100,000 messages; it takes about a second.
 pub(super) const FUEL: u64 = 20_000_000;
-/// Most bytes that one render makes, whether it still holds them or not. A million bytes of messages take 5 to 20
-/// million, and a text that is longer than ten million bytes fits no model's context.
+/// Most bytes that one render makes, including those it has freed. A million bytes of messages take 5 to 20 million,
+/// and no model's context holds a text of more than ten million bytes.
 const MAX_BYTES: u64 = 256 << 20;
-/// Most values that are looked at to measure lists and maps, about half a second: 10,000 messages with five members
-/// each can be sliced or filtered 80 times.
+/// Most values that are visited to measure lists and maps, which takes about half a second: 10,000 messages with five
+/// members each can be sliced or filtered 80 times.
 const MAX_VISITS: u64 = 4_000_000;
 /// Most elements of a list that an operation makes: minijinja's own limit for `range`.
 pub(super) const MAX_ITEMS: usize = 100_000;
-/// Deepest nesting of lists and maps that an operation makes. JSON of requests has up to 128 levels, and arguments of
-/// calls in it as many again. Each level takes a part of the thread's stack when a value is written or dropped.
+/// Deepest nesting of lists and maps that an operation makes. JSON of requests has up to 128 levels, and the arguments
+/// of calls in it have up to 128 more. Each level takes stack when a value is written or dropped.
 const MAX_DEPTH: usize = 400;
-/// Longest time of a render. Real ones take milliseconds; the limits above end most others within seconds, and this one
-/// those that compare or search large values.
+/// Longest time of a render. Real renders take milliseconds. The limits above end most others within seconds; this
+/// limit ends those that compare or search large values.
 const MAX_TIME: Duration = Duration::from_secs(30);
 /// Bytes that an element of a list or a map takes.
 pub(super) const ITEM_BYTES: u64 = 64;
-/// Bytes that are charged at once, so that small texts do not count one by one.
+/// Bytes per charge, so that small texts do not each take a charge.
 const STEP: u64 = 64 << 10;
 
-/// Counts what a render makes. Everything is charged until the render ends.
+/// Counts the bytes that a render makes. All of them stay charged until the render ends.
 pub(super) struct Meter {
     made: u64,
     visits: u64,
@@ -54,7 +54,7 @@ impl Meter {
         state.get_extension_mut::<Self>().ok_or_else(missing)
     }
 
-    /// The charge for everything that was made, which covers the text as well.
+    /// The charge for everything that the render made, including the text.
     pub(super) fn take_charge(&mut self) -> Charge {
         self.charge.split(u64::MAX)
     }
@@ -72,7 +72,7 @@ impl Meter {
         }
     }
 
-    /// Ends a render that has taken too long.
+    /// Fails if the render has taken too long.
     fn tick(&self) -> Result<(), minijinja::Error> {
         if Instant::now() <= self.ends_at {
             return Ok(());
@@ -84,7 +84,7 @@ impl Meter {
         Err(carried(Error::ResourceExhausted(message)))
     }
 
-    /// Counts a value that an operation has made, and measures how deeply it is nested.
+    /// Counts a value that an operation made, and measures how deeply it is nested.
     fn count(&mut self, value: &Value) -> Result<(), minijinja::Error> {
         self.visit(value, 0)?;
         let bytes = match value.kind() {
@@ -124,8 +124,8 @@ fn length(value: &Value) -> u64 {
     value.as_bytes().map_or(0, |bytes| bytes.len() as u64)
 }
 
-/// Counts the result of an operation. A list that is computed as it is read becomes a list, because the work of nested
-/// ones cannot be measured.
+/// Counts the result of an operation. A lazy list becomes a plain one, because the work of nested lazy lists cannot be
+/// measured.
 pub(super) fn made(state: &mut State, value: Value) -> Result<Value, minijinja::Error> {
     let value = match value.kind() {
         ValueKind::Iterable => {
@@ -144,10 +144,10 @@ pub(super) fn made(state: &mut State, value: Value) -> Result<Value, minijinja::
     Ok(value)
 }
 
-/// Bytes of the text that a value is shown as. They are counted without making it.
+/// Bytes of the text form of a value, counted without making the text.
 ///
 /// # Errors
-/// If they are more than a render may make.
+/// If the text has more bytes than a render may make.
 pub(super) fn shown_bytes(value: &Value) -> Result<u64, minijinja::Error> {
     struct Counter(u64);
 
@@ -168,7 +168,7 @@ pub(super) fn shown_bytes(value: &Value) -> Result<u64, minijinja::Error> {
     }
 }
 
-/// The error of a render that goes beyond a limit.
+/// The error of a render that exceeds a limit.
 pub(super) fn exceeded(what: &str) -> minijinja::Error {
     let message =
         format!("the model's chat template {what} for this chat; send fewer or shorter messages, or token ids");
@@ -179,12 +179,12 @@ pub(super) fn too_many_items() -> minijinja::Error {
     exceeded(&format!("makes a list of more than {MAX_ITEMS} elements"))
 }
 
-/// `error`, to be found again by [`typed`].
+/// Wraps `error` so that [`typed`] can find it.
 fn carried(error: Error) -> minijinja::Error {
     minijinja::Error::new(ErrorKind::InvalidOperation, error.to_string()).with_source(error)
 }
 
-/// The error that ended a render: one of this module, or what the template itself says.
+/// The error that ended a render: one of this module, or the template's own.
 pub(super) fn typed(error: &minijinja::Error) -> Error {
     let mut cause: Option<&(dyn std::error::Error + 'static)> = Some(error);
     while let Some(current) = cause {

@@ -1,4 +1,5 @@
-//! The operators and filters that can make much of little. Each counts what it will make before it makes it.
+//! Operators and filters whose result can be much larger than their input. Each counts the bytes of its result before
+//! it makes it.
 
 use std::fmt::Write as _;
 
@@ -8,18 +9,19 @@ use minijinja_contrib::pycompat::unknown_method_callback;
 
 use super::meter::{ITEM_BYTES, MAX_ITEMS, Meter, exceeded, shown_bytes, too_many_items};
 
-/// Most bytes of memory for a byte of a text that grows as it is written: the text, and twice as much when it moves.
+/// Most bytes of memory per byte of a text that grows while it is written: the text itself, and twice its size when it
+/// is reallocated.
 const GROWTH: u64 = 3;
-/// Most bytes that escaping makes of one.
+/// Most bytes that escaping makes of one byte.
 const ESCAPED: u64 = 6;
 /// Largest width to which a text is indented or padded. Real templates indent by 4.
 pub(super) const MAX_WIDTH: u64 = 1024;
 
-/// Replaces what would make texts and lists uncounted.
+/// Replaces operators and filters that would make texts and lists without counting them.
 pub(super) fn install(environment: &mut Environment<'static>) {
     environment.set_formatter(emit);
     environment.set_unknown_method_callback(method);
-    // They write whole values with their nesting, for people who debug a template.
+    // These print whole values with their nesting, to debug templates.
     environment.remove_filter("pprint");
     environment.remove_global("debug");
     guard(environment, "replace", Value::from_function(filters::replace), |args| match texts(args)[..] {
@@ -75,7 +77,7 @@ fn method(state: &mut State, value: &Value, name: &str, args: &[Value]) -> Resul
             [Some(from), Some(to), ..] => replaced_bytes(text, from, to)?,
             _ => 0,
         },
-        // The receiver is what stands between the elements.
+        // The receiver is the separator.
         (Some(_), "join") => args.first().map_or(Ok(0), |list| joined_bytes(&[list.clone(), value.clone()]))?,
         (Some(_), "format") => formatted_bytes(&all)?,
         (Some(_), "split") => split_bytes(&all)?,
@@ -127,8 +129,8 @@ fn native(state: &State, operation: &str, left: Value, right: Value) -> Result<V
     state.env().compile_expression(operation)?.eval(context! { left, right })
 }
 
-/// A value that is kept in a namespace. Namespaces are the only values that change, so one that is kept in another
-/// could contain itself.
+/// A value that is stored in a namespace. Only namespaces are mutable, so a namespace that is stored in another could
+/// contain itself.
 pub(super) fn stored(value: Value) -> Result<Value, Error> {
     if has_namespace(&value) {
         return Err(Error::new(ErrorKind::InvalidOperation, "a namespace cannot be kept in a namespace"));
@@ -164,7 +166,7 @@ fn replaced_bytes(text: &str, from: &str, to: &str) -> Result<u64, Error> {
     Ok(text.len() as u64 + text.matches(from).count() as u64 * to.len() as u64)
 }
 
-/// Elements as one text, with the second argument between them.
+/// Bytes of the elements as one text, with the second argument between them.
 fn joined_bytes(args: &[Value]) -> Result<u64, Error> {
     let Some(list) = args.first() else { return Ok(0) };
     let between = args.get(1).and_then(Value::as_str).map_or(0, str::len) as u64;
@@ -181,12 +183,12 @@ fn split_bytes(args: &[Value]) -> Result<u64, Error> {
     Ok(text.len() as u64 + (pieces as u64 + 1) * ITEM_BYTES)
 }
 
-/// Texts whose characters become elements.
+/// Bytes of a list of the characters of a text.
 fn elements_bytes(args: &[Value]) -> Result<u64, Error> {
     Ok(args.iter().filter_map(Value::as_str).map(|text| text.len() as u64 * ITEM_BYTES).sum())
 }
 
-/// Lists of parts, whose number or size is an argument.
+/// Bytes of a list of parts, whose number or size is an argument.
 fn parts_bytes(args: &[Value]) -> Result<u64, Error> {
     if args.get(1).is_some_and(|count| count.as_usize().is_none_or(|count| count > MAX_ITEMS)) {
         return Err(too_many_items());
@@ -203,7 +205,7 @@ fn indented_bytes(args: &[Value]) -> Result<u64, Error> {
     Ok((text.len() as u64 + (lines(text) + 1) * width) * GROWTH)
 }
 
-/// Checks a width to which text is padded.
+/// Checks the width that a text is padded to.
 pub(super) fn check_width(width: u64) -> Result<(), Error> {
     if width <= MAX_WIDTH {
         return Ok(());
@@ -211,11 +213,10 @@ pub(super) fn check_width(width: u64) -> Result<(), Error> {
     Err(exceeded(&format!("pads text by more than {MAX_WIDTH} characters")))
 }
 
-/// A text in which `%s` or `{}` stand for arguments. Widths that are arguments themselves are refused.
+/// Bytes of a text in which `%s` or `{}` stand for arguments. Widths that are arguments themselves are rejected.
 fn formatted_bytes(args: &[Value]) -> Result<u64, Error> {
     let Some(format) = args.first().and_then(Value::as_str) else { return Ok(0) };
-    // What has opened the part of the text that stands for an argument: `%`, its name in `(`, `{`, or its format after
-    // `:`.
+    // The character that opened the current placeholder: `%`, `(` before its name, `{`, or `:` before its format.
     let (mut opened, mut last, mut number, mut fields) = (None, ' ', 0_u64, 1_u64);
     for c in format.chars() {
         match (opened, c) {

@@ -1,8 +1,8 @@
-//! A template as instructions of minijinja's machine, with calls between them that count what they make.
+//! A template as instructions of minijinja's machine, with calls between them that count the bytes they make.
 //!
-//! minijinja's fuel counts instructions, and no hook of its stable interface sees what an operator makes: doubling a
+//! minijinja's fuel counts instructions, and its stable interface has no hook for the result of an operator: doubling a
 //! text forty times makes a terabyte. So operators become calls of our own functions, and the results of all other
-//! operations pass through one that counts them.
+//! operations pass through a function that counts them.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -23,14 +23,14 @@ use crate::memory::{Charge, Traffic};
 pub(super) const MAX_SOURCE_BYTES: usize = 1 << 20;
 /// Most tags of a template. The largest in use have about 500. Each branch of an `if` takes stack when it is parsed.
 const MAX_TAGS: usize = 10_000;
-/// Most tokens of a tag. The largest in use have about 100; each can be a level of an expression.
+/// Most tokens of a tag. The largest in use have about 100. Each token can add a level to an expression.
 const MAX_TAG_TOKENS: usize = 4096;
 /// Most bytes that tags make of constants alone, such as `'-' * 40`: they are made when the template is parsed.
 const MAX_CONSTANT_BYTES: u64 = 16 << 20;
-/// Stack of the thread that parses a template, for 10,000 branches of an `if`. Only what is used takes memory.
+/// Stack of the thread that parses a template, enough for 10,000 branches of an `if`. Only the used part takes memory.
 const PARSE_STACK_BYTES: usize = 256 << 20;
 
-/// Names of our functions. No template can call or hide them, because they are no identifiers.
+/// Names of our functions. They are not identifiers, so no template can call or hide them.
 const BEGIN: &str = "<begin>";
 const MADE: &str = "<made>";
 const STORED: &str = "<stored>";
@@ -40,7 +40,7 @@ const MULTIPLY: &str = "<multiply>";
 /// Name under which a render finds the [`Room`].
 const ROOM: &str = "<room>";
 
-/// A parsed template, which can be rendered by many threads at once.
+/// A parsed template, which many threads can render at once.
 pub(super) struct Program {
     environment: Environment<'static>,
     main: Instructions<'static>,
@@ -57,7 +57,7 @@ impl Program {
     /// Parses `source` for `environment`, whose filters and functions it uses.
     ///
     /// # Errors
-    /// `Config` if it is too large, or not a template.
+    /// `Config` if `source` is too large or is not a template.
     pub(super) fn new(name: &'static str, source: String, mut environment: Environment<'static>) -> Result<Self> {
         if source.len() > MAX_SOURCE_BYTES {
             let bytes = source.len();
@@ -78,9 +78,9 @@ impl Program {
         environment.add_function(CONCAT, operators::concat);
         environment.add_function(ADD, operators::add);
         environment.add_function(MULTIPLY, operators::multiply);
-        // The instructions borrow their source, and both live as long as the process: it serves one template.
+        // The instructions borrow their source. The process serves one template, so both live as long as the process.
         let source: &'static str = source.leak();
-        // On a thread of its own, because nested tags and long expressions take more stack than others have.
+        // Nested tags and long expressions take more stack than other threads have.
         let thread = std::thread::Builder::new().name("chat-template".into()).stack_size(PARSE_STACK_BYTES);
         let parsing = thread.spawn(move || parse(name, source));
         let parsing = parsing.map_err(|e| Error::Internal(format!("the thread for the chat template: {e}")))?;
@@ -89,10 +89,10 @@ impl Program {
         Ok(Self { environment, main, blocks })
     }
 
-    /// The text that the template makes of `variables`, and the charge that covers it: all that the render has made.
+    /// The text that the template renders from `variables`, and the charge for all bytes that the render made.
     ///
     /// # Errors
-    /// The template's own, and those of the [`Meter`].
+    /// The template's own errors, and those of the [`Meter`].
     pub(super) fn render(
         &self,
         mut variables: BTreeMap<&str, Value>,
@@ -137,13 +137,13 @@ fn parse(name: &'static str, source: &'static str) -> Result<Parsed> {
     Ok((main, blocks))
 }
 
-/// Refuses tags that would take too much stack or memory when they are parsed. What is not a token is left to the
+/// Rejects tags that would take too much stack or memory when they are parsed. Text that is not a token is left to the
 /// parser.
 fn check_tags(source: &str) -> Result<()> {
     let refuse =
         |line: u16, what: String| Err(Error::Config(format!("the model's chat template: line {line}: {what}")));
     let (mut tags, mut tokens, mut constants) = (0, 0, 0_u64);
-    // Of a tag: its longest text, a bound of what its numbers multiply to, and whether it multiplies texts or lists.
+    // For each tag: its longest text, a bound on the product of its numbers, and whether it multiplies texts or lists.
     let (mut longest, mut product, mut multiplies, mut has_text) = (0_u64, 1_u64, false, false);
     for (token, span) in tokenize(source, false, syntax()?).map_while(std::result::Result::ok) {
         match token {
@@ -178,11 +178,11 @@ fn check_tags(source: &str) -> Result<()> {
     Ok(())
 }
 
-/// The instructions of `given`, after those of `program`, with calls between them that count what they make.
+/// Appends the instructions of `given` to those of `program`, with calls between them that count the bytes they make.
 fn counted(given: &Instructions<'static>, mut program: Instructions<'static>) -> Instructions<'static> {
     let expanded: Vec<_> = (0..).map_while(|index| given.get(index)).map(expand).collect();
     let mut next = (0..).find(|&index| program.get(index).is_none()).unwrap_or(0);
-    // Where each instruction begins now; one more for jumps behind the last.
+    // The new index of each instruction, and one more for jumps past the last.
     let mut starts = Vec::with_capacity(expanded.len() + 1);
     for instructions in &expanded {
         starts.push(next);
@@ -200,12 +200,12 @@ fn counted(given: &Instructions<'static>, mut program: Instructions<'static>) ->
     program
 }
 
-/// What stands in an instruction's place.
+/// The instructions that replace one instruction.
 fn expand(instruction: &Instruction<'static>) -> Vec<Instruction<'static>> {
     use Instruction as I;
     let count = || I::CallFunction(MADE, Some(1));
     match instruction {
-        // What is written raw passes no hook.
+        // Raw text passes no hook, so it is emitted as a value.
         I::EmitRaw(text) => vec![I::LoadConst(Value::from(*text)), I::Emit],
         I::StringConcat => vec![I::CallFunction(CONCAT, Some(2)), count()],
         I::Add => vec![I::CallFunction(ADD, Some(2)), count()],
@@ -233,7 +233,7 @@ fn expand(instruction: &Instruction<'static>) -> Vec<Instruction<'static>> {
     }
 }
 
-/// The instruction, with its target where that begins now.
+/// The instruction with its jump target moved to the new index.
 fn retargeted(mut instruction: Instruction<'static>, starts: &[u32]) -> Instruction<'static> {
     use Instruction as I;
     if let I::Iterate(target)

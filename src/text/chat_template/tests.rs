@@ -27,7 +27,7 @@ fn template(source: &str) -> ChatTemplate {
     ChatTemplate::new(source.to_string(), tokens).unwrap()
 }
 
-/// Room for all that a render makes.
+/// Room for everything that a render makes.
 fn room() -> Traffic {
     Traffic::new(1 << 40)
 }
@@ -36,7 +36,7 @@ fn render(template: &ChatTemplate, conversation: Conversation) -> Result<String>
     template.render(conversation, &room()).map(|(text, _)| text)
 }
 
-/// `cases.json` has what transformers renders; `make.py` beside it made it.
+/// `cases.json` has the texts that transformers renders; `make.py` beside it wrote the file.
 #[test]
 fn renders_as_transformers_does() {
     let cases: Vec<Json> = serde_json::from_str(&read(Path::new(&format!("{FIXTURES}/cases.json"))).unwrap()).unwrap();

@@ -1,4 +1,4 @@
-//! The filter `tojson` as transformers defines it for templates: Python's `json.dumps`, which escapes nothing for HTML.
+//! The filter `tojson` as transformers defines it for templates: Python's `json.dumps`, without escapes for HTML.
 
 use std::io::{self, Write};
 
@@ -15,7 +15,7 @@ use super::operators::check_width;
 pub(super) fn tojson(state: &mut State, value: &Value, options: Kwargs) -> Result<String, Error> {
     let indent: Option<usize> = options.get("indent")?;
     let separators: Option<Vec<String>> = options.get("separators")?;
-    // Templates pass this argument to ask for what this filter does in any case.
+    // Templates pass this argument for a behaviour that this filter always has.
     let _: Option<bool> = options.get("ensure_ascii")?;
     options.assert_all_used()?;
     check_width(indent.unwrap_or(0) as u64)?;
@@ -33,7 +33,7 @@ pub(super) fn tojson(state: &mut State, value: &Value, options: Kwargs) -> Resul
     Ok(String::from_utf8(text).expect("JSON is UTF-8"))
 }
 
-/// A text that is counted before it grows.
+/// A text whose bytes are counted before it grows.
 struct Counted<'a> {
     meter: &'a mut Meter,
     text: Vec<u8>,
@@ -65,11 +65,11 @@ impl Write for Counted<'_> {
 
 /// Writes JSON as Python does.
 struct PythonFormat {
-    /// What stands between two items.
+    /// Separator of two items.
     item: String,
-    /// What stands between a member's name and its value.
+    /// Separator of a member's name and its value.
     member: String,
-    /// Spaces for each level, each item on a line of its own; None for all on one line.
+    /// Spaces per level, with each item on its own line; None puts everything on one line.
     indent: Option<usize>,
     depth: usize,
     /// Whether the list or object that ends next has any items.
@@ -149,7 +149,7 @@ impl Formatter for PythonFormat {
     }
 }
 
-/// Python's `repr` of a finite number: the shortest digits that give it again, with an exponent of two digits at least
+/// Python's `repr` of a finite number: the shortest digits that round-trip, with an exponent of at least two digits
 /// below 1e-4 and from 1e16 on.
 fn python_float(value: f64) -> String {
     let scientific = format!("{value:e}");
@@ -167,7 +167,7 @@ fn python_float(value: f64) -> String {
 mod tests {
     use super::*;
 
-    /// What Python 3.11 prints.
+    /// The expected texts are the output of Python 3.11.
     #[test]
     fn floats_are_those_of_python() {
         for (value, text) in [

@@ -4,7 +4,7 @@ fn matcher(strings: &[&str]) -> StopMatcher {
     StopMatcher::new(Arc::new(StopStrings::new(strings)))
 }
 
-/// Byte length of the text before the stop string that ends first, and of several that end there the longest.
+/// Byte length of the text before the stop string that ends first; if several end there, before the longest.
 fn naive(text: &str, strings: &[&str]) -> Option<usize> {
     (1..=text.len()).find_map(|end| {
         let ended = strings.iter().filter(|s| text.as_bytes()[..end].ends_with(s.as_bytes()));
@@ -28,7 +28,7 @@ fn random_texts_in_random_pieces_agree_with_a_naive_search() {
     };
     let mut found = 0;
     for _ in 0..20_000 {
-        // Only three letters, so that partial and overlapping matches are frequent. One of them has two bytes.
+        // Three letters, so that partial and overlapping matches are frequent. One letter has two bytes.
         let mut word =
             |longest| -> String { (0..=below(longest)).map(|_| ['a', 'b', 'é'][below(3) as usize]).collect() };
         let strings: Vec<String> = vec![word(4), word(6), word(6)];

@@ -1,5 +1,5 @@
-//! Upper bound on the bytes of text that one token can stand for, so that a text that is certainly longer than the
-//! context need not be encoded.
+//! Upper bound on the bytes of text per token. A text that certainly exceeds the context can be rejected without
+//! encoding it.
 
 use serde_json::Value;
 use tokenizers::models::ModelWrapper;
@@ -7,12 +7,12 @@ use tokenizers::models::ModelWrapper;
 use super::{Spelling, Tokenizer};
 use crate::error::{Error, Result};
 
-/// Factor by which canonical composition can shorten a text. It makes at most one byte of three (Hangul syllables; the
-/// kelvin sign, three bytes, becomes a K); four, to be sure.
+/// Factor by which canonical composition can shorten a text. It turns at most three bytes into one (Hangul syllables;
+/// the kelvin sign, three bytes, becomes a K); four is a safe bound.
 const COMPOSITION: usize = 4;
 
-/// Length of the longest token, times the factor by which the normalizer may shorten a text. None if some part of the
-/// tokenizer may drop any amount of text; then every text has to be encoded.
+/// Length of the longest token, times the factor by which the normalizer may shorten a text. None if a part of the
+/// tokenizer may drop any amount of text; then every text must be encoded.
 pub(super) fn max_bytes_per_token(tokenizer: &Tokenizer) -> Result<Option<usize>> {
     let json = |part: serde_json::Result<Value>| part.map_err(|e| Error::Internal(e.to_string()));
     let normalizer = json(serde_json::to_value(tokenizer.inner.get_normalizer()))?;
@@ -32,7 +32,7 @@ pub(super) fn max_bytes_per_token(tokenizer: &Tokenizer) -> Result<Option<usize>
     Ok(Some(longest * shortening))
 }
 
-/// How many bytes of a text a normalizer may turn into one; None if there is no bound.
+/// Number of bytes of text that a normalizer may turn into one; None if there is no bound.
 fn shortening(normalizer: &Value) -> Option<usize> {
     match normalizer["type"].as_str() {
         None => normalizer.is_null().then_some(1),
@@ -60,7 +60,7 @@ fn drops_text(pre_tokenizer: &Value) -> bool {
     }
 }
 
-/// Whether every byte has a token. Otherwise any amount of unknown text may become nothing, or one token.
+/// Whether every byte has a token. Otherwise any amount of unknown text may become one token or none.
 fn has_every_byte(tokenizer: &Tokenizer) -> bool {
     let has = |token: String| tokenizer.inner.token_to_id(&token).is_some();
     match tokenizer.spelling {

@@ -40,7 +40,7 @@ fn gguf_metadata() -> HashMap<String, GgufValue> {
     ])
 }
 
-/// `cases.json` has the results of the Python package; `make.py` beside it made it.
+/// `cases.json` has the results of the Python package; `make.py` beside it wrote the file.
 #[test]
 fn encodes_and_decodes_as_the_python_package() {
     for tokenizer in [fixture(), Tokenizer::from_gguf(&gguf_metadata()).unwrap()] {
@@ -142,7 +142,7 @@ fn what_is_not_supported_is_refused_by_name() {
     assert!(matches!(Tokenizer::from_file(Path::new("/nonexistent.json")), Err(Error::Config(_))));
 }
 
-/// A tokenizer with SentencePiece's spelling and the decoders that tokenizers of that kind have.
+/// A tokenizer with SentencePiece's spelling and the decoders that such tokenizers have.
 fn sentence_piece(strips_space: bool) -> Result<Tokenizer> {
     let mut vocab: serde_json::Map<String, Value> =
         (0..256).map(|byte| (format!("<0x{byte:02X}>"), json!(byte))).collect();
@@ -169,8 +169,7 @@ fn sentence_piece(strips_space: bool) -> Result<Tokenizer> {
 fn sentence_piece_spelling() {
     for strips_space in [false, true] {
         let tokenizer = sentence_piece(strips_space).unwrap();
-        // Only valid runs of bytes, because the crate turns every byte of an invalid run into U+FFFD, looking back over
-        // it.
+        // Only valid runs of bytes, because the crate looks back and turns every byte of an invalid run into U+FFFD.
         for ids in
             [&[257, 258][..], &[260, 257, 0xE6, 0x97, 0xA5, 258], &[256, 256, 259], &[0x20, 257], &[259, 256], &[]]
         {

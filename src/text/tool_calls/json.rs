@@ -5,7 +5,7 @@ use serde_json::value::RawValue;
 
 use super::ToolCall;
 
-/// Finds the end of a JSON list or object while its text arrives. Whether it is one is for a parser to say.
+/// Finds the end of a JSON list or object while its text arrives. It does not check that the JSON is valid.
 #[derive(Clone, Debug)]
 pub(super) struct ValueEnd {
     /// Index of the next byte to look at.
@@ -16,12 +16,13 @@ pub(super) struct ValueEnd {
 }
 
 impl ValueEnd {
-    /// Of the value that begins at this index of the text.
+    /// Searches for the end of the value that begins at index `start` of the text.
     pub(super) fn from(start: usize) -> Self {
         Self { at: start, depth: 0, in_string: false, is_escaped: false }
     }
 
-    /// The index after the value's last byte, if `text` has it. `text` must begin with what it was at the last call.
+    /// The index after the value's last byte, if `text` has that byte. `text` must begin with the text of the last
+    /// call.
     pub(super) fn find(&mut self, text: &str) -> Option<usize> {
         for byte in &text.as_bytes()[self.at..] {
             self.at += 1;
@@ -50,7 +51,7 @@ struct Call<'a> {
     arguments: Option<&'a RawValue>,
 }
 
-/// The calls in a JSON object, or in a list of them; None if it is no call.
+/// The calls in a JSON object, or in a list of objects; None if the JSON is not a call.
 pub(super) fn calls(text: &str, is_list: bool) -> Option<Vec<ToolCall>> {
     let calls: Vec<Call<'_>> =
         if is_list { serde_json::from_str(text).ok()? } else { vec![serde_json::from_str(text).ok()?] };
@@ -59,7 +60,7 @@ pub(super) fn calls(text: &str, is_list: bool) -> Option<Vec<ToolCall>> {
     is_valid.then(|| calls.into_iter().map(call).collect())
 }
 
-/// The arguments as clients expect them: the text of an object, which some models write as JSON within a text.
+/// The arguments as clients expect them: the JSON of an object. Some models write this JSON as a string.
 fn arguments(given: Option<&RawValue>) -> String {
     let Some(given) = given else { return "{}".to_owned() };
     match serde_json::from_str::<String>(given.get()) {

@@ -1,40 +1,40 @@
-//! Tool calls in what a model writes: found while the text arrives in pieces, in the format that its chat template
-//! shows to it.
+//! Finds tool calls in the text of a sample while it arrives in pieces, in the format that the chat template teaches
+//! the model.
 
 mod json;
 
 use json::ValueEnd;
 
-/// How a family of models writes calls.
+/// A format in which a family of models writes calls.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum ToolFormat {
     /// `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`, anywhere and several times: Qwen 2.5 and 3, Hermes.
     Hermes,
-    /// `{"name": ..., "parameters": {...}}` as the whole answer, perhaps several with `;` between them: Llama 3.
+    /// `{"name": ..., "parameters": {...}}` as the whole answer, or several of them separated by `;`: Llama 3.
     Llama,
-    /// `[TOOL_CALLS][{"name": ..., "arguments": {...}}, ...]`, or the list as the whole answer, because what begins it
-    /// is a special token, which is no part of the text: Mistral.
+    /// `[TOOL_CALLS][{"name": ..., "arguments": {...}}, ...]`, or the list as the whole answer, because the mark is a
+    /// special token, which the text omits: Mistral.
     Mistral,
-    /// `[{"name": ..., "parameters": {...}}, ...]` as the whole answer, as a grammar forces it.
+    /// `[{"name": ..., "parameters": {...}}, ...]` as the whole answer, which a grammar enforces.
     List,
 }
 
 impl ToolFormat {
-    /// The format that the source of a chat template shows to the model; None if it is none of these.
+    /// The format that the source of a chat template shows to the model; None if it shows another or none.
     pub fn of_template(source: &str) -> Option<Self> {
         if source.contains("<tool_call>") {
-            // Qwen3-Coder's calls are XML within the same marks.
+            // Qwen3-Coder writes XML between the same marks.
             return (!source.contains("<function=")).then_some(Self::Hermes);
         }
         if source.contains("[TOOL_CALLS]") {
-            // Later templates write a name and its arguments behind the mark, instead of a list.
+            // Later templates write a name and its arguments after the mark, instead of a list.
             return (!source.contains("[ARGS]")).then_some(Self::Mistral);
         }
         let is_llama = source.contains("<|start_header_id|>") && source.contains("\"parameters\": ");
         (is_llama || source.contains("<|python_tag|>")).then_some(Self::Llama)
     }
 
-    /// What begins a call anywhere in the text.
+    /// The mark that begins a call anywhere in the text.
     fn mark(self) -> Option<&'static str> {
         match self {
             Self::Hermes => Some("<tool_call>"),
@@ -44,7 +44,7 @@ impl ToolFormat {
         }
     }
 
-    /// What may stand behind a call and belongs to it.
+    /// Text that may follow a call and belongs to it.
     fn end(self) -> &'static str {
         match self {
             Self::Hermes => "</tool_call>",
@@ -61,7 +61,7 @@ impl ToolFormat {
         }
     }
 
-    /// Whether a text may begin with the JSON of a call, without a mark.
+    /// Whether a call may stand at the beginning of the text without a mark.
     fn may_be_bare(self) -> bool {
         self != Self::Hermes
     }
@@ -71,19 +71,19 @@ impl ToolFormat {
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct ToolCall {
     pub name: String,
-    /// JSON, as the model has written it.
+    /// The JSON that the model wrote.
     pub arguments: String,
 }
 
-/// What a piece of text turns out to be.
+/// A parsed part of the text.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Piece {
     Content(String),
     Call(ToolCall),
 }
 
-/// Finds the calls in the text of one sample. A call is reported when it is whole, and what turns out to be none is
-/// content, so that no text is lost. White space around a call belongs to it.
+/// Finds the calls in the text of one sample. It reports a call once the call is complete, and returns all other text
+/// as content, so no text is lost. White space around a call belongs to the call.
 #[derive(Clone, Debug)]
 pub struct ToolParser {
     format: ToolFormat,
@@ -97,11 +97,11 @@ pub struct ToolParser {
 
 #[derive(Clone, Debug)]
 enum State {
-    /// Outside of calls. `is_fresh`: nothing but white space has come since the beginning or the last call.
+    /// Outside of calls. `is_fresh`: only white space has arrived since the beginning or the last call.
     Open { is_fresh: bool },
-    /// Within the JSON of a call, which begins at `start`, behind the mark if there is one.
+    /// Within the JSON of a call, which begins at `start`, after the mark if there is one.
     Call { start: usize, is_bare: bool, end: ValueEnd },
-    /// Behind a call's JSON.
+    /// After a call's JSON.
     Close,
 }
 
@@ -110,7 +110,7 @@ impl ToolParser {
         Self { format, names, state: State::Open { is_fresh: true }, held: String::new(), has_calls: false }
     }
 
-    /// Takes the next piece of text and appends what it completes to `out`.
+    /// Takes the next piece of text, and appends the calls and contents that it completes to `out`.
     pub fn push(&mut self, text: &str, out: &mut Vec<Piece>) {
         self.held.push_str(text);
         loop {
@@ -135,14 +135,14 @@ impl ToolParser {
         }
     }
 
-    /// Appends what is left when no further text comes.
+    /// Appends the rest at the end of the text.
     pub fn finish(mut self, out: &mut Vec<Piece>) {
         if !matches!(self.state, State::Close) {
             self.give(self.held.len(), out);
         }
     }
 
-    /// Looks for the beginning of a call; false if that needs more text.
+    /// Looks for the beginning of a call; returns false if it needs more text.
     fn open(&mut self, is_fresh: bool, out: &mut Vec<Piece>) -> bool {
         let bracket = self.format.bracket();
         if is_fresh && self.has_calls {
@@ -174,7 +174,7 @@ impl ToolParser {
         true
     }
 
-    /// Whether the held text begins with the JSON of a call that no mark begins.
+    /// Whether the held text begins with the JSON of a call without a mark.
     fn is_bare(&self, bracket: char) -> bool {
         let text = self.held.trim_start();
         let mark = self.format.mark().unwrap_or_default();
@@ -182,8 +182,8 @@ impl ToolParser {
         self.format.may_be_bare() && text.starts_with(bracket) && !may_be_mark
     }
 
-    /// Gives the held text as content, but for white space at its end and what may be the beginning of `mark`. Returns
-    /// false: more text is needed.
+    /// Returns the held text as content, except white space at its end and a possible beginning of `mark`. Returns
+    /// false, because more text is needed.
     fn give_content(&mut self, mark: &str, out: &mut Vec<Piece>) -> bool {
         let held_back = (1..mark.len()).rev().find(|&n| self.held.ends_with(&mark[..n])).unwrap_or(0);
         let end = self.held[..self.held.len() - held_back].trim_end().len();
@@ -194,7 +194,7 @@ impl ToolParser {
         false
     }
 
-    /// Gives the first `len` bytes of the held text as content.
+    /// Returns the first `len` bytes of the held text as content.
     fn give(&mut self, len: usize, out: &mut Vec<Piece>) {
         if len > 0 {
             out.push(Piece::Content(self.held.drain(..len).collect()));
@@ -218,7 +218,7 @@ impl ToolParser {
         }
     }
 
-    /// Passes over what belongs to the call before; false if that needs more text.
+    /// Skips text that belongs to the last call; returns false if it needs more text.
     fn close(&mut self) -> bool {
         let end = self.format.end();
         let rest = self.held.trim_start();

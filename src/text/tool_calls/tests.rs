@@ -4,7 +4,7 @@ use rand_chacha::ChaCha8Rng;
 
 use super::*;
 
-/// What a parser makes of `pieces`, contents in a row as one.
+/// The output of a parser for `pieces`, with adjacent contents joined.
 fn parsed(format: ToolFormat, pieces: &[&str]) -> Vec<Piece> {
     let mut parser = ToolParser::new(format, vec!["f".into(), "add".into()]);
     let mut out = Vec::new();
@@ -95,7 +95,7 @@ fn what_is_no_call_is_content() {
     assert_eq!(parsed(ToolFormat::Hermes, &[&deep]), [content(&deep)]);
 }
 
-/// However the text is cut into pieces, the same calls and the same content come of it, and nothing is lost.
+/// However the text is cut into pieces, the parser finds the same calls and the same content, and loses nothing.
 #[test]
 fn pieces_of_any_length_give_the_same_calls() {
     const PARTS: &[&str] = &[

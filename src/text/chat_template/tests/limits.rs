@@ -1,11 +1,11 @@
-//! Templates and chats that would take all memory, all time or all of the stack.
+//! Templates and chats that would exhaust memory, time or the stack.
 
 use super::*;
 
 const TOO_MUCH: &str = "the model's chat template makes more than 268435456 bytes";
 const TOO_MANY: &str = "the model's chat template makes a list of more than 100000 elements";
 
-/// What the template is refused with, and the bytes that are still charged.
+/// Asserts that the template is rejected and that no bytes stay charged. Returns the message of the error.
 fn refused(source: &str, room: &Traffic) -> String {
     let error = template(source).render(nothing(), room).expect_err(source);
     assert_eq!(room.used(), 0, "{source}");
@@ -13,7 +13,7 @@ fn refused(source: &str, room: &Traffic) -> String {
     error.to_string()
 }
 
-/// `body` forty times, so that what it doubles would be a terabyte.
+/// A template that repeats `body` forty times: a value that it doubles would grow to a terabyte.
 fn doubled(first: &str, body: &str) -> String {
     let loops = "{% for i in range(40) %}BODY{% endfor %}".replace("BODY", body);
     format!("{{% set ns = namespace(x={first}) %}}{loops}")
@@ -35,7 +35,7 @@ fn what_makes_much_of_little_is_refused_before_it_is_made() {
         doubled("'aaaaaaaaaa'", "{% set ns.x = [ns.x, ns.x] | tojson %}"),
         doubled("'aaaaaaaaaa'", "{% set ns.x %}{{ ns.x }}{{ ns.x }}{% endset %}"),
         doubled("'a\n' * 1000", "{% set ns.x = ns.x | indent(1000) %}"),
-        // What is written raw, in a text and in a capture.
+        // Raw text, in the output and in a capture.
         format!("{{% for i in range(100000) %}}{}{{% endfor %}}", "a".repeat(10_000)),
         format!("{{% set x %}}{{% for i in range(100000) %}}{}{{% endfor %}}{{% endset %}}", "a".repeat(10_000)),
         "{% set n = 90000000 %}{% set x = 'a' * n %}{% for i in range(100) %}{{ x.strip() | length }}{% endfor %}"
@@ -46,7 +46,7 @@ fn what_makes_much_of_little_is_refused_before_it_is_made() {
     for source in &texts {
         let error = refused(source, &room());
         assert!(error.contains(TOO_MUCH), "{source:.200}: {error}");
-        // Where there is less room, it is refused because of that.
+        // With less room, the missing room is the reason.
         let error = refused(source, &Traffic::new(64 << 20));
         assert!(error.contains("--request-bytes"), "{source:.200}: {error}");
     }
@@ -108,7 +108,7 @@ fn texts_with_numbers_are_formatted() {
 fn a_template_that_would_not_end_is_ended() {
     let nested = "{% set r = range(100000) %}{% for i in r %}{% for j in r %}{% endfor %}{% endfor %}";
     assert!(refused(nested, &room()).contains("takes more than 20000000 instructions"));
-    // Each element is the list before it twice: comparing two of them would visit a million million elements.
+    // Each element contains the list before it twice: comparing two of them would visit a million million elements.
     let doubling = |operation: &str| {
         let lists = "{% set ns.a = [ns.a, ns.a] %}{% set ns.b = [ns.b, ns.b] %}";
         doubled("1, a=[1], b=[1]", lists) + operation
