@@ -97,7 +97,7 @@
 //! ```
 //!
 //! The crate [`rollout_kernels`] below all of them holds the devices: a closed set of backends behind one set of types,
-//! `Device`, `Ops`, `Matrix`, `KvCache` and `Buffer`. No file in this crate names a device. [`profile`] sums the
+//! `Device`, `Ops`, `Matrix`, `KvCache` and `DeviceBuffer`. No file in this crate names a device. [`profile`] sums the
 //! trace-level spans of both crates. Files do not depend on each other in circles.
 //!
 //! # How it is simulated
