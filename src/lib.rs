@@ -55,8 +55,8 @@
 //!
 //! ```text
 //! server    grpc::weights            Update: chunks as they arrive
-//! weights   push::Receiver::write    Receipt::gather keeps the tensor and verifies it (push::verify)
-//!           push::Receiver::finish   PushedAdapter::build: an Adapter, one WeightChange for each parameter
+//! weights   ReceivingPush::write     PushedTensor::gather keeps the tensor and verifies it (push::verify)
+//!           ReceivingPush::finish    push::adapter: an Adapter, one WeightChange for each parameter
 //! engine    apply_lora (update.rs)   WeightOrder::Merge between two steps
 //! executor  RankWeights::merge       every parameter that the old or the new adapter touches
 //!           LocalParameter::merge    the base: the checkpoint, or the copy of what a push has replaced
@@ -68,10 +68,10 @@
 //! ```text
 //! engine    begin (update.rs)        Executor::shadow_weights: storage of the serving weights' shapes beside them
 //! server    grpc::weights            Update: chunks as they arrive
-//! weights   push::Receiver::write    Receipt::stream: rows in order, digested and checked on the way (push::verify)
+//! weights   ReceivingPush::write     PushedTensor::stream: rows in order, digested and checked on the way
 //!           ShadowTensor::write_rows each rank's part of the rows
 //! kernels   Matrix::write_columns    packed as the device stores it
-//! weights   push::Receiver::finish   every tensor is whole and verified
+//! weights   ReceivingPush::finish    every tensor is whole and verified
 //! engine    apply_packed             Executor::exchange between two steps
 //! executor  RankWeights::exchange    the shadow's matrices serve, those that served are the next push's shadow
 //! ```

@@ -9,7 +9,8 @@ use super::request::{GenerateCommand, RequestList};
 use crate::error::{Error, Result};
 use crate::memory::MemoryReport;
 use crate::types::{EngineStats, Owner, WeightVersion};
-use crate::weights::{ShadowWeights, Tensors, UpdateKind, WeightUpdate};
+pub use crate::weights::{AdapterTarget, RunningPolicy};
+use crate::weights::{ReceiveMode, StagingBytes, Tensors, UpdateHeader, WeightUpdate};
 
 /// Takes the answer to a command.
 pub type Reply<T> = Box<dyn FnOnce(T) + Send>;
@@ -34,7 +35,9 @@ pub enum Command {
     },
     /// Opens an update: checks what can be checked before its data comes, and reserves memory for it.
     BeginUpdate {
-        begin: UpdateBegin,
+        header: Arc<UpdateHeader>,
+        staging: StagingBytes,
+        sender: UpdateSender,
         reply: Reply<Result<UpdateTicket>>,
     },
     /// Writes tensors of a FULL push in place. The weights are missing from then on until the commit.
@@ -52,11 +55,11 @@ pub enum Command {
         new_version: Option<WeightVersion>,
         reply: Reply<Result<UpdateReply>>,
     },
-    /// Cancels the open update, if its number is `update` or no number is given. Answered with what was known of it, or
-    /// with `None` if no such update was open.
+    /// Cancels the open update, if its number is `update` or no number is given. Answered with its last status, or with
+    /// `None` if no such update was open.
     CancelUpdate {
         update: Option<u64>,
-        reply: Reply<Option<OpenUpdate>>,
+        reply: Reply<Option<UpdateStatus>>,
     },
     /// Gives the policy that serves another version, and changes no weight.
     SetVersion {
@@ -120,81 +123,37 @@ pub enum Command {
     },
 }
 
-/// The header of an update.
-pub struct UpdateBegin {
-    pub kind: UpdateKind,
-    /// For LORA: the name under which the adapter becomes resident. `None` merges it into the policy.
-    pub adapter: Option<AdapterTarget>,
-    /// The version of the policy that the update is for. Always given for DELTA.
-    pub expected_version: Option<WeightVersion>,
-    /// Version of the policy after the update; `None` is one more than before it.
-    pub new_version: Option<WeightVersion>,
-    /// Whether `new_version` may be one that is not above the present one.
-    pub force_version: bool,
-    pub running: RunningPolicy,
-    /// Most bytes that the push takes while it is received.
-    pub staging_bytes: u64,
-    /// Of these, the bytes of shadow weights, and of what is broadcast to where these are.
-    pub shadow_bytes: u64,
-    /// Most bytes that the push takes while it is received if it is written in place.
-    pub in_place_bytes: u64,
-    /// For FULL: whether the push may be written in place if there is no room for it beside the weights.
-    pub in_place: bool,
-    /// Whether its tensors are broadcast; then it is never written in place.
-    pub is_broadcast: bool,
-    /// Set when the sender's stream breaks, which rolls the update back.
-    pub cancel: CancelFlag,
-    /// Address of the sender.
+/// The client that sends an update.
+pub struct UpdateSender {
+    /// Address of the client.
     pub peer: String,
-    /// For how long the sender has been idle.
+    /// Set when the client's stream breaks, which rolls the update back.
+    pub cancel: CancelFlag,
+    /// For how long the client has been idle.
     pub activity: Activity,
     /// Takes the reason if `CancelUpdate` ends the update.
     pub ended: Reply<Error>,
 }
 
-/// What is known of the open update.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct OpenUpdate {
+/// The answer to the sender of an update that has been opened.
+#[derive(Debug)]
+pub struct UpdateTicket {
     pub id: u64,
+    /// How to receive the tensors; in place, they are written with [`Command::WritePart`].
+    pub mode: ReceiveMode,
+}
+
+/// The open update, as clients see it.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct UpdateStatus {
+    pub id: u64,
+    pub header: Arc<UpdateHeader>,
     pub peer: String,
-    pub kind: UpdateKind,
-    /// Name of the adapter that is to become resident.
-    pub adapter: Option<String>,
-    /// The version of the policy after the update, if the sender has given it.
-    pub new_version: Option<WeightVersion>,
     pub open_for: Duration,
     /// Time since the update's last sign of life.
     pub idle_for: Duration,
     /// Whether its commit has come, and waits for requests to end.
     pub committed: bool,
-}
-
-/// The name under which an adapter becomes resident.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct AdapterTarget {
-    pub name: String,
-    /// Generation of the adapter that must have the name now; 0 if the name must be free.
-    pub expected_generation: Option<u64>,
-}
-
-/// What the sender of an update needs while it is open.
-#[derive(Debug)]
-pub struct UpdateTicket {
-    pub id: u64,
-    /// Whether the tensors are to be written in place with [`Command::WritePart`].
-    pub in_place: bool,
-    /// The shadow weights that a FULL push is packed into; `None` for other kinds, and for a push in place.
-    pub shadow: Option<ShadowWeights>,
-}
-
-/// What happens to requests that run when an update is applied; `weights.proto` describes the choices.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub enum RunningPolicy {
-    #[default]
-    Keep,
-    Recompute,
-    Wait,
-    Abort,
 }
 
 /// The result of a commit.
@@ -209,7 +168,7 @@ pub struct UpdateReply {
     pub adapter_generation: Option<u64>,
 }
 
-/// What happens to running requests at a sleep or a pause; `control.proto` describes the choices.
+/// The effect of a sleep or a pause on running requests; `control.proto` describes the choices.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum DrainMode {
     #[default]
@@ -236,7 +195,7 @@ pub struct WakeTags {
     pub kv_cache: bool,
 }
 
-/// What a sleep has given back, measured as the fall of the process's resident memory.
+/// The memory that a sleep has given back, measured as the fall of the process's resident memory.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct SleepReply {
     pub weights_bytes: u64,
@@ -271,7 +230,7 @@ pub struct ChecksumReply {
     pub parameters: Vec<(String, [u8; 32])>,
 }
 
-/// What is known of a resident adapter.
+/// The status of a resident adapter.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct AdapterStatus {
     pub name: String,
@@ -309,7 +268,7 @@ pub struct EngineStatus {
     /// Bytes that requests and replies under way take.
     pub traffic_bytes: u64,
     /// The open update.
-    pub update: Option<OpenUpdate>,
+    pub update: Option<UpdateStatus>,
     pub stats: EngineStats,
     /// Sampled tokens per second, over the last ten seconds that were spent in steps.
     pub tokens_per_second: f64,

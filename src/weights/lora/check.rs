@@ -4,8 +4,8 @@ use std::collections::{BTreeMap, BTreeSet};
 
 use super::AdapterTensor;
 use super::config::{AdapterConfig, TrainedBias};
-use super::names::{PREFIX, Role, TensorName};
-use super::spec::{AdapterSpec, ChangeSpec, DeltaSpec, Kind, LowRankSpec, WholeSpec};
+use super::names::{PREFIX, TensorName, TensorRole};
+use super::spec::{AdapterSpec, ChangeSpec, DeltaSpec, FactorKind, LowRankSpec, WholeSpec};
 use crate::error::{Error, Result};
 use crate::memory::Traffic;
 use crate::weights::parameters::{Dtype, Parameters, matrix_shape};
@@ -14,12 +14,12 @@ const EMBEDDING: &str = "model.embed_tokens";
 const HEAD: &str = "lm_head";
 
 /// The tensors of one module: the index of each among the adapter's tensors.
-type Module = BTreeMap<Role, usize>;
+type Module = BTreeMap<TensorRole, usize>;
 
 impl AdapterSpec {
     /// Checks an adapter's tensors against `config`, the text of `adapter_config.json`, and the model. Without a
-    /// configuration and tensors it is the adapter that changes nothing. What the check takes is counted in `traffic`
-    /// meanwhile.
+    /// configuration and tensors it is the adapter that changes nothing. The memory for the check is counted in
+    /// `traffic` meanwhile.
     ///
     /// # Errors
     /// `InvalidArgument` naming the tensor or the configuration's field that is unknown, missing, twice, of another
@@ -39,7 +39,7 @@ impl AdapterSpec {
     }
 }
 
-/// What an adapter changes, by the parameter's name.
+/// The changes by an adapter, by the parameter's name.
 ///
 /// # Errors
 /// See [`AdapterSpec::new`](super::AdapterSpec::new).
@@ -100,16 +100,20 @@ struct Checker<'a> {
 impl Checker<'_> {
     /// Notes what a module's factors change; nothing for a module without factors.
     fn adapt(&mut self, name: &str, module: &Module) -> Result<()> {
-        let linear = self.pair(name, module, (Role::A, "lora_A.weight"), (Role::B, "lora_B.weight"))?;
-        let embedding =
-            self.pair(name, module, (Role::EmbeddingA, "lora_embedding_A"), (Role::EmbeddingB, "lora_embedding_B"))?;
+        let linear = self.pair(name, module, (TensorRole::A, "lora_A.weight"), (TensorRole::B, "lora_B.weight"))?;
+        let embedding = self.pair(
+            name,
+            module,
+            (TensorRole::EmbeddingA, "lora_embedding_A"),
+            (TensorRole::EmbeddingB, "lora_embedding_B"),
+        )?;
         match (linear, embedding) {
             (Some((a, _)), Some(_)) => {
                 Err(self.wrong(a, "is of a module that has lora_embedding_A too; a module has one of them".into()))
             }
             (Some((a, b)), None) => self.adapt_linear(name, module, a, b),
             (None, Some((a, b))) => self.adapt_embedding(name, a, b),
-            (None, None) => match module.get(&Role::Magnitude).or(module.get(&Role::BiasOfB)) {
+            (None, None) => match module.get(&TensorRole::Magnitude).or(module.get(&TensorRole::BiasOfB)) {
                 Some(&tensor) => Err(self.wrong(tensor, "has no lora_A and lora_B beside it".into())),
                 None => Ok(()),
             },
@@ -124,8 +128,8 @@ impl Checker<'_> {
         &self,
         name: &str,
         module: &Module,
-        (first, first_name): (Role, &str),
-        (second, second_name): (Role, &str),
+        (first, first_name): (TensorRole, &str),
+        (second, second_name): (TensorRole, &str),
     ) -> Result<Option<(usize, usize)>> {
         let missing = |missing: &str, there: usize| {
             Err(Error::invalid(
@@ -160,15 +164,15 @@ impl Checker<'_> {
     }
 
     /// The parameter that the adapter of a linear layer changes, and what the factors are to it.
-    fn linear_weight(&self, name: &str, tensor: usize) -> Result<(String, Kind)> {
+    fn linear_weight(&self, name: &str, tensor: usize) -> Result<(String, FactorKind)> {
         if name == HEAD && self.parameters.tied_head() {
-            return Ok((format!("{EMBEDDING}.weight"), Kind::TiedHead));
+            return Ok((format!("{EMBEDDING}.weight"), FactorKind::TiedHead));
         }
         if name == EMBEDDING {
             let message = "is of the embedding, whose factors are lora_embedding_A and lora_embedding_B";
             return Err(self.wrong(tensor, message.into()));
         }
-        Ok((format!("{name}.weight"), Kind::Linear))
+        Ok((format!("{name}.weight"), FactorKind::Linear))
     }
 
     fn magnitude(
@@ -178,7 +182,7 @@ impl Checker<'_> {
         rows: usize,
         delta: Dtype,
     ) -> Result<Option<(usize, Dtype, Dtype)>> {
-        match (module.get(&Role::Magnitude), self.config.dora) {
+        match (module.get(&TensorRole::Magnitude), self.config.dora) {
             (None, false) => Ok(None),
             (None, true) => Err(Error::invalid(
                 format!("{PREFIX}{name}.lora_magnitude_vector"),
@@ -198,7 +202,7 @@ impl Checker<'_> {
     fn adapt_bias(&mut self, name: &str, module: &Module, a: usize, scaling: f32) -> Result<()> {
         let parameter = format!("{name}.bias");
         let rows = self.parameters.get(&parameter).map(|spec| matrix_shape(&spec.shape).0);
-        match (module.get(&Role::BiasOfB), self.config.lora_bias) {
+        match (module.get(&TensorRole::BiasOfB), self.config.lora_bias) {
             (None, false) => Ok(()),
             (None, true) => Err(Error::invalid(
                 format!("{PREFIX}{name}.lora_B.bias"),
@@ -234,7 +238,7 @@ impl Checker<'_> {
         let mut roundings = vec![self.same_dtype(a, b)?, self.parameters.dtype()];
         roundings.dedup();
         roundings.retain(|dtype| *dtype != Dtype::F32);
-        let (magnitude, kind) = (None, Kind::Embedding);
+        let (magnitude, kind) = (None, FactorKind::Embedding);
         self.set_delta(
             &parameter,
             a,
@@ -257,7 +261,7 @@ impl Checker<'_> {
         let mut expected = self.saved_parameters()?;
         expected.extend(self.trained_biases(modules));
         for (name, module) in modules {
-            for role in [Role::Weight, Role::Bias, Role::BaseWeight, Role::BaseBias] {
+            for role in [TensorRole::Weight, TensorRole::Bias, TensorRole::BaseWeight, TensorRole::BaseBias] {
                 if let Some(&tensor) = module.get(&role) {
                     self.replace_one(name, module, (role, tensor), &expected)?;
                 }
@@ -277,11 +281,11 @@ impl Checker<'_> {
         &mut self,
         name: &str,
         module: &Module,
-        (role, tensor): (Role, usize),
+        (role, tensor): (TensorRole, usize),
         expected: &BTreeSet<String>,
     ) -> Result<()> {
-        let of_base = matches!(role, Role::BaseWeight | Role::BaseBias);
-        let kind = if matches!(role, Role::Weight | Role::BaseWeight) { "weight" } else { "bias" };
+        let of_base = matches!(role, TensorRole::BaseWeight | TensorRole::BaseBias);
+        let kind = if matches!(role, TensorRole::Weight | TensorRole::BaseWeight) { "weight" } else { "bias" };
         let second_name = name == HEAD && kind == "weight" && self.parameters.tied_head();
         let parameter = format!("{}.{kind}", if second_name { EMBEDDING } else { name });
         let Some(spec) = self.parameters.get(&parameter) else {
@@ -289,7 +293,7 @@ impl Checker<'_> {
         };
         let (shape, (rows, cols)) = (spec.shape.clone(), matrix_shape(&spec.shape));
         self.expect_shape(tensor, &shape)?;
-        if of_base && !module.contains_key(&Role::A) && !module.contains_key(&Role::EmbeddingA) {
+        if of_base && !module.contains_key(&TensorRole::A) && !module.contains_key(&TensorRole::EmbeddingA) {
             return Err(self.wrong(tensor, "is the base of an adapter that is not there".into()));
         }
         if !expected.contains(&parameter) {
@@ -350,7 +354,7 @@ impl Checker<'_> {
                 names.filter(|name| name.ends_with(".bias")).cloned().collect()
             }
             TrainedBias::Adapted => {
-                let adapted = modules.iter().filter(|(_, module)| module.contains_key(&Role::A));
+                let adapted = modules.iter().filter(|(_, module)| module.contains_key(&TensorRole::A));
                 let biases = adapted.map(|(name, _)| format!("{name}.bias"));
                 biases.filter(|bias| self.parameters.get(bias).is_some()).collect()
             }
@@ -360,7 +364,7 @@ impl Checker<'_> {
     /// Rows and columns of the weight matrix that `tensor` adapts.
     ///
     /// # Errors
-    /// `InvalidArgument` naming `tensor` if `parameter` is no matrix of the model.
+    /// `InvalidArgument` naming `tensor` if `parameter` is not a matrix of the model.
     fn matrix(&self, parameter: &str, tensor: usize) -> Result<(usize, usize)> {
         match self.parameters.get(parameter).map(|spec| spec.shape.as_slice()) {
             Some(&[rows, cols]) => Ok((rows, cols)),

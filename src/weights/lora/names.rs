@@ -1,11 +1,11 @@
 //! The names of an adapter's tensors, as PEFT's `save_pretrained` and `state_dict` write them.
 
-/// What the name of every tensor of an adapter starts with.
+/// The beginning of the name of every tensor of an adapter.
 pub(super) const PREFIX: &str = "base_model.model.";
 
-/// What a tensor of an adapter is to the module that it belongs to.
+/// The role of a tensor of an adapter in the module that it belongs to.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-pub(super) enum Role {
+pub(super) enum TensorRole {
     A,
     B,
     /// The bias of `lora_B`.
@@ -31,7 +31,7 @@ pub(super) struct TensorName<'a> {
     pub module: String,
     /// The adapter's name, which `state_dict` writes and `save_pretrained` leaves out.
     pub adapter: Option<&'a str>,
-    pub role: Role,
+    pub role: TensorRole,
 }
 
 impl<'a> TensorName<'a> {
@@ -39,32 +39,34 @@ impl<'a> TensorName<'a> {
     pub fn parse(name: &'a str) -> Option<Self> {
         let segments: Vec<&str> = name.strip_prefix(PREFIX)?.split('.').collect();
         let (module, adapter, role): (&[&str], _, _) = match segments.as_slice() {
-            [module @ .., "lora_A", "weight"] => (module, None, Role::A),
-            [module @ .., "lora_A", adapter, "weight"] => (module, Some(*adapter), Role::A),
-            [module @ .., "lora_B", "weight"] => (module, None, Role::B),
-            [module @ .., "lora_B", adapter, "weight"] => (module, Some(*adapter), Role::B),
-            [module @ .., "lora_B", "bias"] => (module, None, Role::BiasOfB),
-            [module @ .., "lora_B", adapter, "bias"] => (module, Some(*adapter), Role::BiasOfB),
-            [module @ .., "lora_embedding_A"] => (module, None, Role::EmbeddingA),
-            [module @ .., "lora_embedding_A", adapter] => (module, Some(*adapter), Role::EmbeddingA),
-            [module @ .., "lora_embedding_B"] => (module, None, Role::EmbeddingB),
-            [module @ .., "lora_embedding_B", adapter] => (module, Some(*adapter), Role::EmbeddingB),
+            [module @ .., "lora_A", "weight"] => (module, None, TensorRole::A),
+            [module @ .., "lora_A", adapter, "weight"] => (module, Some(*adapter), TensorRole::A),
+            [module @ .., "lora_B", "weight"] => (module, None, TensorRole::B),
+            [module @ .., "lora_B", adapter, "weight"] => (module, Some(*adapter), TensorRole::B),
+            [module @ .., "lora_B", "bias"] => (module, None, TensorRole::BiasOfB),
+            [module @ .., "lora_B", adapter, "bias"] => (module, Some(*adapter), TensorRole::BiasOfB),
+            [module @ .., "lora_embedding_A"] => (module, None, TensorRole::EmbeddingA),
+            [module @ .., "lora_embedding_A", adapter] => (module, Some(*adapter), TensorRole::EmbeddingA),
+            [module @ .., "lora_embedding_B"] => (module, None, TensorRole::EmbeddingB),
+            [module @ .., "lora_embedding_B", adapter] => (module, Some(*adapter), TensorRole::EmbeddingB),
             [module @ .., "lora_magnitude_vector"] | [module @ .., "lora_magnitude_vector", "weight"] => {
-                (module, None, Role::Magnitude)
+                (module, None, TensorRole::Magnitude)
             }
             [module @ .., "lora_magnitude_vector", adapter]
-            | [module @ .., "lora_magnitude_vector", adapter, "weight"] => (module, Some(*adapter), Role::Magnitude),
-            [module @ .., "base_layer", "weight"] => (module, None, Role::BaseWeight),
-            [module @ .., "base_layer", "bias"] => (module, None, Role::BaseBias),
-            [module @ .., "weight"] => return Self::saved(module, Role::Weight),
-            [module @ .., "bias"] => return Self::saved(module, Role::Bias),
+            | [module @ .., "lora_magnitude_vector", adapter, "weight"] => {
+                (module, Some(*adapter), TensorRole::Magnitude)
+            }
+            [module @ .., "base_layer", "weight"] => (module, None, TensorRole::BaseWeight),
+            [module @ .., "base_layer", "bias"] => (module, None, TensorRole::BaseBias),
+            [module @ .., "weight"] => return Self::saved(module, TensorRole::Weight),
+            [module @ .., "bias"] => return Self::saved(module, TensorRole::Bias),
             _ => return None,
         };
         Self::of(module.join("."), adapter, role)
     }
 
     /// The name of a new weight or bias. `modules_to_save.<adapter>` may follow any module of the path.
-    fn saved(module: &[&'a str], role: Role) -> Option<Self> {
+    fn saved(module: &[&'a str], role: TensorRole) -> Option<Self> {
         match module.iter().position(|segment| *segment == "modules_to_save") {
             None => Self::of(module.join("."), None, role),
             Some(at) => {
@@ -75,7 +77,7 @@ impl<'a> TensorName<'a> {
         }
     }
 
-    fn of(module: String, adapter: Option<&'a str>, role: Role) -> Option<Self> {
+    fn of(module: String, adapter: Option<&'a str>, role: TensorRole) -> Option<Self> {
         (!module.is_empty()).then_some(Self { module, adapter, role })
     }
 }

@@ -1,4 +1,4 @@
-//! What an adapter will change of which parameter, known before its values are there.
+//! The changes that an adapter will make to each parameter, known before its values are there.
 
 use std::collections::BTreeMap;
 
@@ -11,7 +11,7 @@ use crate::weights::parameters::{Dtype, TensorData};
 /// An adapter whose names and shapes fit the model, before its values are there.
 #[derive(Debug)]
 pub struct AdapterSpec {
-    /// What the adapter will change of each parameter, by the parameter's name.
+    /// The change of each parameter, by the parameter's name.
     pub(super) changes: BTreeMap<String, ChangeSpec>,
     /// The dtype in which the weights serve.
     pub(super) serving: Dtype,
@@ -53,12 +53,12 @@ pub(super) struct LowRankSpec {
     pub cols: usize,
     pub scaling: f32,
     pub roundings: Vec<Dtype>,
-    pub kind: Kind,
+    pub kind: FactorKind,
 }
 
-/// What a pair of factors is to the matrix that it changes.
+/// How a pair of factors relates to the matrix that it changes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Kind {
+pub(super) enum FactorKind {
     /// The matrix is a linear layer's alone.
     Linear,
     /// The factors are of the head, whose matrix is the embedding.
@@ -124,15 +124,15 @@ impl LowRankSpec {
         let Self { rank, rows, cols, scaling, roundings, kind, .. } = self;
         let (a, b) = (values(self.a).into_f32(), values(self.b).into_f32());
         let (a, b) = match kind {
-            Kind::Embedding => (transpose(&b, rank), transpose(&a, rows)),
-            Kind::Linear | Kind::TiedHead => (a.into_owned(), b.into_owned()),
+            FactorKind::Embedding => (transpose(&b, rank), transpose(&a, rows)),
+            FactorKind::Linear | FactorKind::TiedHead => (a.into_owned(), b.into_owned()),
         };
         let magnitude = self.magnitude.map(|(tensor, sum, factor)| Magnitude {
             lengths: values(tensor).into_f32().into_owned(),
             sum,
             factor,
         });
-        LowRank { rank, cols, a, b, scaling, roundings, magnitude, linear: kind == Kind::Linear }
+        LowRank { rank, cols, a, b, scaling, roundings, magnitude, linear: kind == FactorKind::Linear }
     }
 }
 
