@@ -2,6 +2,7 @@ use std::collections::BTreeMap;
 
 use super::super::delta::{decode, decoded_bytes};
 use super::*;
+use crate::weights::Delta;
 
 const GAP: usize = 4;
 
