@@ -23,9 +23,7 @@ pub(super) fn decode_all(manifest: &mut Manifest) -> Result<Delta> {
     in_parallel(work.collect(), |(tensor, out)| {
         // The compressed bytes are freed as soon as they have been decoded.
         let bytes = tensor.take().expect("DELTA tensors are not taken before");
-        let entry = &tensor.entry;
-        let (changed, elements) = (changed(entry) as usize, entry.shape.iter().product());
-        *out = Some(decode(&entry.name, &bytes, entry.dtype, changed, elements)?);
+        *out = Some(decode(&tensor.entry, &bytes)?);
         Ok(())
     })?;
     let parameters = names.into_iter().zip(decoded).filter_map(|(name, delta)| Some((name?, delta?))).collect();
@@ -42,19 +40,15 @@ pub(super) fn decoded_bytes(changed: u64, dtype: Dtype) -> u64 {
     changed.saturating_mul((size_of::<u64>() + GAP_BYTES + dtype.size()) as u64)
 }
 
-/// Decodes the payload of a tensor of `elements` values, of which `changed` have changed, at most all. The memory that
-/// this takes is bounded by `changed`, whatever the payload would decompress to.
+/// Decodes the payload of a tensor. The memory that this takes is bounded by the number of changed elements, which is at
+/// most that of all, whatever the payload would decompress to.
 ///
 /// # Errors
-/// `InvalidArgument` naming the tensor if the payload does not have `changed` elements, an index is outside the tensor
-/// or not above the one before, or a value is not finite.
-pub(super) fn decode(
-    name: &str,
-    payload: &[u8],
-    dtype: Dtype,
-    changed: usize,
-    elements: usize,
-) -> Result<ParameterDelta> {
+/// `InvalidArgument` naming the tensor if the payload does not have so many elements, an index is outside the tensor or
+/// not above the one before, or a value is not finite.
+pub(super) fn decode(entry: &TensorEntry, payload: &[u8]) -> Result<ParameterDelta> {
+    let TensorEntry { name, dtype, shape, .. } = entry;
+    let (dtype, changed, elements) = (*dtype, changed(entry) as usize, shape.iter().product::<usize>());
     let refuse = |what: String| Error::invalid("tensors", format!("payload of tensor {name:?}: {what}"));
     let expected = changed * (GAP_BYTES + dtype.size());
     let mut raw = TensorBuffer::zeroed(expected)?;

@@ -101,10 +101,9 @@ impl Manifest {
         }
         let announced = *self.announced.get_or_insert(self.declared);
         if self.declared > announced {
-            return Err(Error::invalid(
-                "total_bytes",
-                format!("the tensors declared have {} bytes, but {announced} were announced", self.declared),
-            ));
+            let declared = self.declared;
+            let what = format!("the tensors declared have {declared} bytes, but {announced} were announced");
+            return Err(Error::invalid("total_bytes", what));
         }
         for (index, tensor) in self.tensors.iter_mut().enumerate().skip(first) {
             tensor.set_file(source.file_of(index, &tensor.entry)?)?;

@@ -190,8 +190,8 @@ impl ReceivingPush {
         self.pack_files()
     }
 
-    /// Takes bytes of a declared tensor. They may come in any order; each byte once. In place, returns the parameters of
-    /// a tensor that is whole with them; these are to be dropped before the next write.
+    /// Takes bytes of a declared tensor. They may come in any order; each byte once. In place, returns the parameters
+    /// of a tensor that is whole with them, which must be dropped before the next write.
     ///
     /// # Errors
     /// `InvalidArgument` if there is no such tensor, or the bytes are outside it or were sent before; `DataLoss` if

@@ -123,7 +123,7 @@ impl PushedTensor {
     ///
     /// # Errors
     /// `InvalidArgument` if the bytes are outside the tensor, have come before, or leave too many gaps; as for
-    /// [`Verifier::verify`] if the tensor is whole with them.
+    /// [`verify`] if the tensor is whole with them.
     pub fn gather(&mut self, offset: u64, data: &[u8]) -> Result<bool> {
         let piece = self.check_inside(offset, data)?;
         if data.is_empty() {
@@ -144,7 +144,7 @@ impl PushedTensor {
     /// Reads the whole tensor from its file, verifies and keeps it.
     ///
     /// # Errors
-    /// `DataLoss` if the file has become too short; as for [`Verifier::verify`].
+    /// `DataLoss` if the file has become too short; as for [`verify`].
     pub fn read(&mut self) -> Result<()> {
         let file = self.file.as_ref().expect("the tensor comes from a file");
         let mut buffer = TensorBuffer::zeroed(self.bytes)?;
@@ -190,7 +190,7 @@ impl PushedTensor {
     pub fn stream_file(&mut self, scratch: &mut Vec<u8>, sink: &mut TensorSink<'_>) -> Result<()> {
         let file = self.file.as_ref().expect("the tensor comes from a file");
         let mut stream = RowStream::new(self.layout());
-        let most = file.read_bytes(stream.piece_bytes());
+        let most = file.read_bytes(stream.piece_rows() * self.layout().row_bytes());
         while stream.done < self.bytes {
             let piece = (self.entry.offset + stream.done as u64, most.min(self.bytes - stream.done));
             file.with(self.name(), piece, scratch, |bytes| {
@@ -204,7 +204,7 @@ impl PushedTensor {
     /// Notes that the whole tensor was passed on and digested where it lies.
     ///
     /// # Errors
-    /// As for [`Verifier::verify`].
+    /// As for [`verify`].
     pub fn take_digested(&mut self, digested: &Digested) -> Result<()> {
         self.received = Received::Taken { digest: verify(&self.entry, digested)? };
         Ok(())

@@ -37,10 +37,7 @@ impl Verifier {
         }
     }
 
-    /// The digest of the tensor, once all its bytes were hashed and checked.
-    ///
-    /// # Errors
-    /// `DataLoss` if the digest is not the announced one, else `InvalidArgument` if a value is not finite.
+    /// [`verify`] of the tensor, once all its bytes were hashed and checked.
     pub fn verify(&self, entry: &TensorEntry) -> Result<Digest> {
         let digest = self.hasher.finish_128().to_be_bytes();
         verify(entry, &Digested { digest, not_finite: self.not_finite })
@@ -50,7 +47,7 @@ impl Verifier {
 /// The digest of a tensor, all of whose bytes were hashed and checked.
 ///
 /// # Errors
-/// As for [`Verifier::verify`].
+/// `DataLoss` if the digest is not the announced one, else `InvalidArgument` if a value is not finite.
 pub(super) fn verify(TensorEntry { name, digest, .. }: &TensorEntry, digested: &Digested) -> Result<Digest> {
     if digest.is_some_and(|announced| announced != digested.digest) {
         // Without the digests: a sender would learn the content of a file that only the server can read.
@@ -59,10 +56,9 @@ pub(super) fn verify(TensorEntry { name, digest, .. }: &TensorEntry, digested: &
         )));
     }
     if let Some(index) = digested.not_finite {
-        return Err(Error::invalid(
-            "tensors",
-            format!("tensor {name:?} is not finite at element {index}; the trainer has diverged or sent garbage"),
-        ));
+        let what =
+            format!("tensor {name:?} is not finite at element {index}; the trainer has diverged or sent garbage");
+        return Err(Error::invalid("tensors", what));
     }
     Ok(digested.digest)
 }

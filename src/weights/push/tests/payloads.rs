@@ -1,8 +1,9 @@
 use std::collections::BTreeMap;
 
-use super::super::delta::{decode, decoded_bytes};
+use super::super::delta::{self, decoded_bytes};
 use super::*;
 use crate::weights::Delta;
+use crate::weights::update::ParameterDelta;
 
 const GAP: usize = 4;
 
@@ -22,6 +23,12 @@ fn payload(name: &str, dtype: Dtype, shape: &[usize], changed: usize, bytes: Vec
     let mut sent = Sent::new(name, dtype, shape, bytes);
     sent.entry.payload = Some((changed as u64, sent.bytes.len() as u64));
     sent
+}
+
+/// Decodes the payload of a vector.
+fn decode(name: &str, payload: &[u8], dtype: Dtype, changed: usize, elements: usize) -> Result<ParameterDelta> {
+    let sent = Sent::new(name, dtype, &[elements], payload.to_vec());
+    delta::decode(&TensorEntry { payload: Some((changed as u64, payload.len() as u64)), ..sent.entry }, payload)
 }
 
 fn random_indices(rng: &mut StdRng, elements: usize) -> Vec<u64> {

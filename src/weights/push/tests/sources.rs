@@ -178,7 +178,7 @@ fn a_segment_stays_mapped_for_the_next_push_until_it_is_let_go() {
         let received = staged(declare(header, push, &parameters, &sources).unwrap()).finish().unwrap();
         assert_same(received, receive(UpdateKind::Full, push, &parameters).unwrap(), &parameters, &segment.name());
         let kept = sources.segments().last().clone().expect("the segment is kept");
-        assert_eq!(kept.map().bytes() as u64, std::fs::metadata(&segment.0).unwrap().len());
+        assert_eq!(kept.map.bytes() as u64, std::fs::metadata(&segment.0).unwrap().len());
         kept
     };
     let mut rng = rng(24);

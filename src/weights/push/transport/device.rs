@@ -29,11 +29,9 @@ impl Allocations {
     pub fn new(devices: &Devices) -> Result<Self> {
         let devices: Vec<_> = devices.iter().filter_map(|device| Some((device.uuid()?, device.clone()))).collect();
         if devices.is_empty() {
-            return Err(Error::FailedPrecondition(
-                "source.device_memory: this server computes on no device whose memory it could share with the client; \
-                 push inline or through shared memory"
-                    .into(),
-            ));
+            let why = "source.device_memory: this server computes on no device whose memory it could share with the \
+                       client; push inline or through shared memory";
+            return Err(Error::FailedPrecondition(why.into()));
         }
         Ok(Self { devices, opened: HashMap::new() })
     }

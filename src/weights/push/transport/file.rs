@@ -41,16 +41,17 @@ pub(super) fn open(
     sources: &Sources,
     parameters: usize,
 ) -> Result<(OpenSource, Vec<TensorEntry>)> {
-    let weights_dir = sources.weights_dir.as_deref().ok_or_else(|| {
-        refuse("this server reads weights from no directory; start it with --weights-dir".to_string())
-    })?;
+    let weights_dir = sources
+        .weights_dir
+        .as_deref()
+        .ok_or_else(|| refuse("this server reads weights from no directory; start it with --weights-dir"))?;
     let path = relative(path, weights_dir)?;
     let root =
         Dir::open_ambient_dir(weights_dir, ambient_authority()).map_err(|e| cannot_open_root(weights_dir, &e))?;
     let (paths, adapter_config) = match kind {
         UpdateKind::Lora => (vec![path.join(ADAPTER)], read_text(&root, &path.join(ADAPTER_CONFIG))?),
         UpdateKind::Full => (safetensors_of(&root, &path)?, String::new()),
-        UpdateKind::Delta => return Err(refuse("a DELTA comes in the stream or in shared memory".to_string())),
+        UpdateKind::Delta => return Err(refuse("a DELTA comes in the stream or in shared memory")),
     };
     let mut charge = sources.traffic.charge(0)?;
     let (mut tensors, mut files) = (Vec::new(), Vec::new());
@@ -91,7 +92,7 @@ fn relative(path: &str, weights_dir: &Path) -> Result<PathBuf> {
         return Err(refuse(format!("a path of {} bytes; they have at most {MAX_PATH_BYTES}", path.len())));
     }
     if path.is_empty() {
-        return Err(refuse("path is empty; `.` is --weights-dir itself".to_string()));
+        return Err(refuse("path is empty; `.` is --weights-dir itself"));
     }
     if given.is_relative() {
         return Ok(given.to_path_buf());

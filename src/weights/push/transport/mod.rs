@@ -110,10 +110,8 @@ impl OpenSource {
             Source::DeviceMemory => Self::DeviceMemory(Allocations::new(&sources.devices)?),
             Source::Directory(path) => {
                 if !tensors.is_empty() || !header.adapter_config.is_empty() {
-                    return Err(Error::invalid(
-                        "source.directory",
-                        "the directory declares the tensors and the adapter's configuration; leave both out",
-                    ));
+                    let what = "the directory declares the tensors and the adapter's configuration; leave both out";
+                    return Err(Error::invalid("source.directory", what));
                 }
                 return file::open(header.kind, path, sources, parameters);
             }

@@ -25,14 +25,10 @@ const MAX_WATCHED: usize = 64;
 pub(in crate::weights::push) struct Segment {
     file: File,
     metadata: Metadata,
-    map: BorrowedMap,
+    pub map: BorrowedMap,
 }
 
 impl Segment {
-    pub fn map(&self) -> &BorrowedMap {
-        &self.map
-    }
-
     fn new(name: &str, file: File, metadata: Metadata) -> Result<Self> {
         let map = BorrowedMap::new(&file).map_err(|e| Error::invalid(FIELD, format!("cannot map {name:?}: {e}")))?;
         Ok(Self { file, metadata, map })

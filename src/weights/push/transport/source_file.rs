@@ -45,7 +45,7 @@ impl SourceFile {
 
     /// A segment whose bytes are used where they are mapped.
     pub fn mapped(name: &str, segment: Arc<Segment>) -> Self {
-        Self { name: name.into(), bytes: segment.map().bytes() as u64, access: FileAccess::Mapped(segment) }
+        Self { name: name.into(), bytes: segment.map.bytes() as u64, access: FileAccess::Mapped(segment) }
     }
 
     /// Device memory whose bytes are copied.
@@ -116,7 +116,7 @@ impl SourceFile {
                 Ok(use_bytes(&scratch[..bytes]))
             }
             FileAccess::Mapped(segment) => {
-                let used = segment.map().read(start..start + bytes, use_bytes);
+                let used = segment.map.read(start..start + bytes, use_bytes);
                 used.ok_or_else(|| self.lost(what, offset, bytes, &"it was cut short"))
             }
             FileAccess::Device(memory) => {

@@ -97,12 +97,8 @@ impl RowStream {
         Self { layout, verifier, done: 0, row: Vec::new(), early: BTreeMap::new(), early_bytes: 0 }
     }
 
-    /// Bytes that are passed on at a time: whole groups of a matrix's rows, for those are written fastest.
-    pub fn piece_bytes(&self) -> usize {
-        self.piece_rows() * self.layout.row_bytes()
-    }
-
-    fn piece_rows(&self) -> usize {
+    /// Rows that are passed on at a time: whole groups of a matrix's rows, for those are written fastest.
+    pub fn piece_rows(&self) -> usize {
         (PIECE_BYTES / self.layout.row_bytes() / ROW_GROUP).max(1) * ROW_GROUP
     }
 
