@@ -24,7 +24,7 @@
 //!
 //! # How a policy changes
 //!
-//! A push is a transaction: the [`engine`] reserves its memory, and the `Receiver` of [`weights`] receives and verifies
+//! A push is a transaction: the [`engine`] reserves its memory, and a `ReceivingPush` of [`weights`] receives and verifies
 //! it beside the serving weights while generation keeps running. At the commit, the engine gives the [`executor`] one
 //! order between two steps. The push's `RunningPolicy` says how it treats running requests. A LoRA is merged into the
 //! base, never on top of the last adapter. Pause, sleep and wake change the state of the engine; [`engine`] says which
@@ -54,8 +54,8 @@
 //!
 //! ```text
 //! server    grpc::weights            Update: receives chunks
-//! weights   push::Receiver::write    Receipt::gather keeps the tensor and verifies it (push::verify)
-//!           push::Receiver::finish   PushedAdapter::build: an Adapter, one WeightChange for each parameter
+//! weights   ReceivingPush::write     PushedTensor::gather keeps the tensor and verifies it (push::verify)
+//!           ReceivingPush::finish    push::adapter builds an Adapter, one WeightChange for each parameter
 //! engine    apply_lora (update.rs)   WeightOrder::Merge between two steps
 //! executor  RankWeights::merge       changes every parameter that the old or the new adapter touches
 //!           LocalParameter::merge    reads the base: the checkpoint, or the copy that a push made
@@ -67,10 +67,10 @@
 //! ```text
 //! engine    begin (update.rs)        Executor::shadow_weights: allocates storage in the shapes of the serving weights
 //! server    grpc::weights            Update: receives chunks
-//! weights   push::Receiver::write    Receipt::stream: takes rows in order, digests and checks them (push::verify)
+//! weights   ReceivingPush::write     PushedTensor::stream: takes rows in order, digests and checks them (push::verify)
 //!           ShadowTensor::write_rows writes each rank's part of the rows
 //! kernels   Matrix::write_columns    packs them in the device's layout
-//! weights   push::Receiver::finish   checks that every tensor is complete and verified
+//! weights   ReceivingPush::finish    checks that every tensor is complete and verified
 //! engine    apply_packed             Executor::exchange between two steps
 //! executor  RankWeights::exchange    swaps: the shadow serves, and the old weights are the next push's shadow
 //! ```

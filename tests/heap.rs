@@ -7,7 +7,7 @@ use std::sync::Arc;
 
 use rollout_server::memory::{Traffic, resident_bytes, share_one_heap, trim};
 use rollout_server::weights::{
-    Dtype, ParamSpec, Parameters, Receiver, ShardRule, Source, Sources, TensorEntry, UpdateKind, UpdateSpec,
+    DeclaredPush, Dtype, ParamSpec, Parameters, ShardRule, Source, Sources, TensorEntry, UpdateHeader, UpdateKind,
 };
 
 const KEPT_BYTES: usize = 16 << 20;
@@ -78,18 +78,12 @@ fn measured(what: &str, source: Source, config: &str, sources: Sources) {
     let tensors = if is_inline { vec![factor("A", [8, 4]), factor("B", [4, 8])] } else { Vec::new() };
     let traffic = Traffic::new(1 << 40);
     let sources = sources.with_traffic(traffic.clone());
-    let spec = UpdateSpec {
-        kind: UpdateKind::Lora,
-        adapter_config: config.into(),
-        unmerged: false,
-        tensors,
-        total_bytes: None,
-        source,
-    };
+    let header = UpdateHeader { adapter_config: config.into(), source, ..UpdateHeader::new(UpdateKind::Lora) };
+    let header = Arc::new(header);
     trim();
     let before = resident_bytes();
     std::fs::write("/proc/self/clear_refs", "5").expect("the peak is reset");
-    let opened = Receiver::open(spec, parameters, &sources).map(drop).map_err(|error| error.to_string());
+    let opened = DeclaredPush::open(header, tensors, parameters, &sources).map(drop).map_err(|error| error.to_string());
     let (taken, counted) = (peak_bytes().saturating_sub(before), traffic.take_high_water());
     trim();
     let left = resident_bytes().saturating_sub(before);

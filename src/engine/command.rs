@@ -9,7 +9,8 @@ use super::request::{GenerateCommand, RequestList};
 use crate::error::{Error, Result};
 use crate::memory::MemoryReport;
 use crate::types::{EngineStats, Owner, WeightVersion};
-use crate::weights::{ShadowWeights, Tensors, UpdateKind, WeightUpdate};
+pub use crate::weights::{AdapterTarget, RunningPolicy};
+use crate::weights::{ReceiveMode, StagingBytes, Tensors, UpdateHeader, WeightUpdate};
 
 /// Takes the answer to a command.
 pub type Reply<T> = Box<dyn FnOnce(T) + Send>;
@@ -34,7 +35,9 @@ pub enum Command {
     },
     /// Opens an update: makes all checks that are possible before its data arrives, and reserves memory for it.
     BeginUpdate {
-        begin: UpdateBegin,
+        header: Arc<UpdateHeader>,
+        staging: StagingBytes,
+        sender: UpdateSender,
         reply: Reply<Result<UpdateTicket>>,
     },
     /// Writes tensors of a FULL push in place. From then on the weights are missing, until the commit.
@@ -56,7 +59,7 @@ pub enum Command {
     /// `None` if no such update was open.
     CancelUpdate {
         update: Option<u64>,
-        reply: Reply<Option<OpenUpdate>>,
+        reply: Reply<Option<UpdateStatus>>,
     },
     /// Gives the serving policy another version, without changing weights.
     SetVersion {
@@ -121,81 +124,37 @@ pub enum Command {
     },
 }
 
-/// The header of an update.
-pub struct UpdateBegin {
-    pub kind: UpdateKind,
-    /// For LORA: the name under which the adapter becomes resident. `None` merges it into the policy.
-    pub adapter: Option<AdapterTarget>,
-    /// The version of the policy that the update is for. Always given for DELTA.
-    pub expected_version: Option<WeightVersion>,
-    /// Version of the policy after the update; `None` for the current version plus one.
-    pub new_version: Option<WeightVersion>,
-    /// Whether `new_version` may be at or below the current version.
-    pub force_version: bool,
-    pub running: RunningPolicy,
-    /// Most bytes that the push takes while it is received.
-    pub staging_bytes: u64,
-    /// The part of `staging_bytes` for shadow weights, and for broadcast tensors that are received where these are.
-    pub shadow_bytes: u64,
-    /// Most bytes that the push takes while it is received, if it is written in place.
-    pub in_place_bytes: u64,
-    /// For FULL: whether the push may be written in place if there is no room beside the weights.
-    pub in_place: bool,
-    /// Whether its tensors are broadcast. Such a push is never written in place.
-    pub is_broadcast: bool,
-    /// Set when the sender's stream breaks, which rolls the update back.
-    pub cancel: CancelFlag,
-    /// Address of the sender.
+/// The client that sends an update.
+pub struct UpdateSender {
+    /// Address of the client.
     pub peer: String,
-    /// Measures for how long the sender has been idle.
+    /// Set when the client's stream breaks, which rolls the update back.
+    pub cancel: CancelFlag,
+    /// For how long the client has been idle.
     pub activity: Activity,
     /// Takes the reason if `CancelUpdate` ends the update.
     pub ended: Reply<Error>,
 }
 
-/// Status of the open update.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct OpenUpdate {
+/// The answer to the sender of an update that has been opened.
+#[derive(Debug)]
+pub struct UpdateTicket {
     pub id: u64,
+    /// How to receive the tensors; in place, they are written with [`Command::WritePart`].
+    pub mode: ReceiveMode,
+}
+
+/// The open update, as clients see it.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct UpdateStatus {
+    pub id: u64,
+    pub header: Arc<UpdateHeader>,
     pub peer: String,
-    pub kind: UpdateKind,
-    /// Name of the adapter that will become resident.
-    pub adapter: Option<String>,
-    /// The version of the policy after the update, if the sender gave one.
-    pub new_version: Option<WeightVersion>,
     pub open_for: Duration,
     /// Time since the sender's last sign of life.
     pub idle_for: Duration,
     /// Whether its commit has arrived and waits for requests to end.
     pub committed: bool,
-}
-
-/// The name under which an adapter becomes resident.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct AdapterTarget {
-    pub name: String,
-    /// Generation of the adapter that must have the name now; 0 if the name must be free.
-    pub expected_generation: Option<u64>,
-}
-
-/// Facts that the sender of an update needs while the update is open.
-#[derive(Debug)]
-pub struct UpdateTicket {
-    pub id: u64,
-    /// Whether the tensors are to be written in place with [`Command::WritePart`].
-    pub in_place: bool,
-    /// The shadow weights that a FULL push is packed into; `None` for other kinds, and for a push in place.
-    pub shadow: Option<ShadowWeights>,
-}
-
-/// How an update treats running requests when it is applied; `weights.proto` describes the choices.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub enum RunningPolicy {
-    #[default]
-    Keep,
-    Recompute,
-    Wait,
-    Abort,
 }
 
 /// The result of a commit.
@@ -310,7 +269,7 @@ pub struct EngineStatus {
     /// Bytes of requests and replies in flight.
     pub traffic_bytes: u64,
     /// The open update.
-    pub update: Option<OpenUpdate>,
+    pub update: Option<UpdateStatus>,
     pub stats: EngineStats,
     /// Sampled tokens per second, over the last ten seconds of stepping.
     pub tokens_per_second: f64,

@@ -43,6 +43,7 @@ mod command;
 mod core;
 mod drain;
 mod lifecycle;
+mod open_update;
 mod policy;
 mod request;
 mod request_state;
@@ -53,7 +54,6 @@ mod telemetry;
 #[cfg(test)]
 mod tests;
 mod text;
-mod transaction;
 mod update;
 
 use std::sync::Arc;
@@ -81,10 +81,10 @@ use admission::{Admission, suspend_laggards};
 use checksum::Checksums;
 use drain::{Commit, Drain, Drains};
 use lifecycle::State;
+use open_update::{OpenUpdate, Updates};
 use request_state::RequestState;
 use sleep::Sleep;
 use step::Steps;
-use transaction::{Transaction, Updates};
 use update::set_version;
 
 /// Most commands that wait for the engine. It takes them between two steps, so the queue is full only if this many come
@@ -270,9 +270,10 @@ impl<X: Executor> Engine<X> {
             Command::Abort { target, owner, reply } => reply(self.admission.abort(&mut self.core, target, owner)),
             Command::Status { reply } => reply(self.status()),
             Command::ResetPrefixCache { reply } => reply(Ok(self.core.scheduler.reset_prefix_cache())),
-            Command::BeginUpdate { begin, reply } => {
+            Command::BeginUpdate { header, staging, sender, reply } => {
                 self.drop_cancelled();
-                reply(self.updates.begin(&mut self.core, &self.adapters, &self.drains, begin));
+                let (core, adapters) = (&mut self.core, &self.adapters);
+                reply(self.updates.begin(core, adapters, &self.drains, header, staging, sender));
             }
             Command::WritePart { update, tensors, reply } => {
                 self.drop_cancelled();
@@ -338,7 +339,7 @@ impl<X: Executor> Engine<X> {
         self.admission.drop_cancelled(&mut self.core);
         // A client may disconnect at any time. The update's flag is read once, so that the update and its commit, which
         // may be among the drains, are dropped together.
-        let update_is_gone = self.updates.opened().is_some_and(Transaction::is_cancelled);
+        let update_is_gone = self.updates.opened().is_some_and(OpenUpdate::is_cancelled);
         self.drains.drop_cancelled(update_is_gone);
         if update_is_gone {
             self.updates.roll_back(&mut self.core);
@@ -437,7 +438,7 @@ impl<X: Executor> Engine<X> {
             memory: core.budget.report().clone(),
             host_memory: core.budget.host_report().cloned(),
             traffic_bytes: core.traffic.used(),
-            update: self.updates.opened().map(|open| open.facts(core.clock.now())),
+            update: self.updates.opened().map(|open| open.status(core.clock.now())),
             stats: self.stats(),
             tokens_per_second: self.steps.tokens_per_second(),
         }

@@ -3,7 +3,7 @@
 use super::adapters::Adapters;
 use super::command::{DrainMode, LifecycleStatus, RunningPolicy, SleepLevel, SleepReply, WakeTags};
 use super::core::{Attempt, AwakeBytes, EngineCore, Failure};
-use super::transaction::Updates;
+use super::open_update::Updates;
 use crate::error::{Error, Result};
 use crate::executor::{Executor, MemoryKind, Released, WeightOrder};
 use crate::memory::{MemoryBudget, MemoryUse};

@@ -7,27 +7,27 @@
 use std::sync::Arc;
 
 use super::adapters::Adapters;
-use super::command::{OpenUpdate, RunningPolicy, UpdateBegin, UpdateReply, UpdateTicket};
+use super::command::{RunningPolicy, UpdateReply, UpdateSender, UpdateStatus, UpdateTicket};
 use super::core::{Attempt, EngineCore, Failure, answer};
 use super::drain::{Commit, Drain, Drains};
 use super::lifecycle::State;
-use super::transaction::{Transaction, Updates};
+use super::open_update::{OpenUpdate, Updates};
 use crate::error::{Error, Result};
 use crate::executor::{Executor, WeightOrder};
 use crate::memory::{MemoryBudget, MemoryUse};
 use crate::observe::PushKind;
 use crate::types::WeightVersion;
-use crate::weights::{Adapter, Delta, ShadowWeights, Tensors, UpdateKind, WeightUpdate};
+use crate::weights::{
+    Adapter, Delta, ReceiveMode, ShadowWeights, Source, StagingBytes, Tensors, UpdateHeader, UpdateKind, WeightUpdate,
+};
 
-impl UpdateBegin {
-    /// The kind of push, as the lifecycle distinguishes them.
-    fn push(&self) -> PushKind {
-        match self.kind {
-            UpdateKind::Lora if self.adapter.is_some() => PushKind::Adapter,
-            UpdateKind::Lora => PushKind::Lora,
-            UpdateKind::Full => PushKind::Full,
-            UpdateKind::Delta => PushKind::Delta,
-        }
+/// The kind of push, as the lifecycle distinguishes them.
+fn push_kind(header: &UpdateHeader) -> PushKind {
+    match header.kind {
+        UpdateKind::Lora if header.adapter.is_some() => PushKind::Adapter,
+        UpdateKind::Lora => PushKind::Lora,
+        UpdateKind::Full => PushKind::Full,
+        UpdateKind::Delta => PushKind::Delta,
     }
 }
 
@@ -38,11 +38,13 @@ impl Updates {
         core: &mut EngineCore<X>,
         adapters: &Adapters,
         drains: &Drains,
-        begin: UpdateBegin,
+        header: Arc<UpdateHeader>,
+        staging: StagingBytes,
+        sender: UpdateSender,
     ) -> Result<UpdateTicket> {
         core.check_serving()?;
         if let Some(open) = self.opened() {
-            let OpenUpdate { peer, open_for, idle_for, .. } = open.facts(core.clock.now());
+            let UpdateStatus { peer, open_for, idle_for, .. } = open.status(core.clock.now());
             return Err(Error::VersionConflict(format!(
                 "another update is under way (from {peer}, since {:.1} s, idle for {:.1} s); try again when it has \
                  ended, or end it with CancelUpdate",
@@ -54,21 +56,22 @@ impl Updates {
             let why = "the server is about to sleep; push when it is asleep or awake again";
             return Err(Error::FailedPrecondition(why.into()));
         }
-        check_begin(core, adapters, &begin)?;
+        check_header(core, adapters, &header)?;
         core.telemetry.reserve_push();
         let spare = core.take_spare();
-        let in_place = reserve_staging(core, &begin)?;
-        let shadow = match spare {
-            _ if begin.kind != UpdateKind::Full || in_place => None,
-            None => Some(shadow_weights(core)?),
-            spare => spare,
+        let in_place = reserve_staging(core, &header, staging)?;
+        let mode = match spare {
+            _ if in_place => ReceiveMode::InPlace,
+            _ if header.kind != UpdateKind::Full => ReceiveMode::Stage,
+            Some(spare) => ReceiveMode::Pack(spare),
+            None => ReceiveMode::Pack(shadow_weights(core)?),
         };
-        let id = self.open(begin, in_place, core.clock.now());
-        Ok(UpdateTicket { id, in_place, shadow })
+        let id = self.open(header, sender, in_place, core.clock.now());
+        Ok(UpdateTicket { id, mode })
     }
 
     /// The open update if its number is `id`, its client is still there and its commit has not come.
-    fn open_update<X: Executor>(&self, core: &EngineCore<X>, id: u64) -> Result<&Transaction> {
+    fn open_update<X: Executor>(&self, core: &EngineCore<X>, id: u64) -> Result<&OpenUpdate> {
         core.check_serving()?;
         self.uncommitted(id).ok_or_else(|| {
             Error::FailedPrecondition(format!("update {id} is not open: it has ended, or its client is gone"))
@@ -82,7 +85,7 @@ impl Updates {
         update: u64,
         tensors: Arc<Tensors>,
     ) -> Attempt<()> {
-        if !self.open_update(core, update).map_err(Failure::Refused)?.is_in_place() {
+        if !self.open_update(core, update).map_err(Failure::Refused)?.in_place {
             let why = "this update is staged, not written in place; send everything with the commit";
             return Err(Failure::Refused(Error::FailedPrecondition(why.into())));
         }
@@ -104,8 +107,8 @@ impl Updates {
         update: u64,
         new_version: Option<WeightVersion>,
     ) -> Result<bool> {
-        let begin = self.open_update(core, update)?.begin();
-        let waits = begin.adapter.is_none() && begin.running == RunningPolicy::Wait && core.must_drain();
+        let header = &self.open_update(core, update)?.header;
+        let waits = header.adapter.is_none() && header.running == RunningPolicy::Wait && core.must_drain();
         self.name_version(new_version);
         if waits {
             self.note_commit();
@@ -122,7 +125,7 @@ impl Updates {
     ) -> Result<()> {
         core.telemetry.apply_push(self.open_number());
         let open = self.end(None).expect("a commit is of an open update");
-        let attempt = self.apply(core, adapters, open.begin(), content);
+        let attempt = self.apply(core, adapters, &open.header, content);
         core.budget.free(MemoryUse::UpdateStaging);
         if core.spare.is_some()
             && core.budget.set(MemoryUse::SpareWeights, core.budget.reserved(MemoryUse::Weights)).is_err()
@@ -140,21 +143,21 @@ impl Updates {
     }
 
     /// Ends the open update, if its number is `update` or no number is given. Its sender, or the caller of its commit,
-    /// is told.
+    /// gets the reason.
     pub fn cancel<X: Executor>(
         &mut self,
         core: &mut EngineCore<X>,
         drains: &mut Drains,
         update: Option<u64>,
-    ) -> Option<OpenUpdate> {
+    ) -> Option<UpdateStatus> {
         let open = self.end(update)?;
         core.budget.free(MemoryUse::UpdateStaging);
-        let facts = open.facts(core.clock.now());
+        let status = open.status(core.clock.now());
         let left = if core.state.has_policy() { "nothing has changed" } else { "the weights are still missing" };
         let error = Error::Aborted(format!("the update was ended by CancelUpdate; {left}"));
         drains.refuse(&error, Drain::is_commit);
-        (open.into_begin().ended)(error);
-        Some(facts)
+        (open.sender.ended)(error);
+        Some(status)
     }
 
     /// Carries an update out, if it still can be.
@@ -162,19 +165,19 @@ impl Updates {
         &mut self,
         core: &mut EngineCore<X>,
         adapters: &mut Adapters,
-        begin: &UpdateBegin,
+        header: &UpdateHeader,
         content: WeightUpdate,
     ) -> Attempt<UpdateReply> {
         let started = core.clock.now();
-        check_begin(core, adapters, begin).map_err(Failure::Refused)?;
-        let adapter_generation = match (content, &begin.adapter) {
+        check_header(core, adapters, header).map_err(Failure::Refused)?;
+        let adapter_generation = match (content, &header.adapter) {
             (WeightUpdate::Lora(adapter), Some(target)) => Some(adapters.add(core, target, adapter)?),
             (_, Some(_)) => {
                 let error = Error::invalid("adapter", "only a LORA can stay resident");
                 return Err(Failure::Refused(error));
             }
             (content, None) => {
-                let version = new_version(core, begin).map_err(Failure::Refused)?;
+                let version = new_version(core, header).map_err(Failure::Refused)?;
                 match content {
                     WeightUpdate::Lora(adapter) => self.apply_lora(core, adapter)?,
                     WeightUpdate::Full(tensors) => apply_full(core, tensors)?,
@@ -182,7 +185,7 @@ impl Updates {
                     WeightUpdate::Delta(delta) => apply_delta(core, delta)?,
                 }
                 core.state = core.state.complete();
-                core.change_policy(version, begin.running);
+                core.change_policy(version, header.running);
                 None
             }
         };
@@ -191,7 +194,7 @@ impl Updates {
         Ok(UpdateReply {
             weight_version: core.policy.version(),
             pause: core.clock.since(started),
-            pending: begin.adapter.is_none() && !core.state.weights_awake(),
+            pending: header.adapter.is_none() && !core.state.weights_awake(),
             adapter_generation,
         })
     }
@@ -271,10 +274,10 @@ fn shadow_weights<X: Executor>(core: &mut EngineCore<X>) -> Result<ShadowWeights
 }
 
 /// Checks what must hold when an update begins, and again when it is applied.
-fn check_begin<X: Executor>(core: &EngineCore<X>, adapters: &Adapters, begin: &UpdateBegin) -> Result<()> {
+fn check_header<X: Executor>(core: &EngineCore<X>, adapters: &Adapters, header: &UpdateHeader) -> Result<()> {
     let have = core.policy.version();
-    match begin.expected_version {
-        None if begin.kind == UpdateKind::Delta => {
+    match header.expected_version {
+        None if header.kind == UpdateKind::Delta => {
             return Err(Error::invalid("expected_version", "a DELTA must name the version that it changes"));
         }
         Some(expected) if expected != have => {
@@ -284,12 +287,12 @@ fn check_begin<X: Executor>(core: &EngineCore<X>, adapters: &Adapters, begin: &U
         }
         _ => {}
     }
-    core.state.check_push(begin.push())?;
-    if let Some(target) = &begin.adapter {
+    core.state.check_push(push_kind(header))?;
+    if let Some(target) = &header.adapter {
         return adapters.check_target(core, target);
     }
-    new_version(core, begin)?;
-    if begin.running == RunningPolicy::Wait && core.is_frozen() {
+    new_version(core, header)?;
+    if header.running == RunningPolicy::Wait && core.is_frozen() {
         return Err(Error::FailedPrecondition(format!(
             "running: {} requests stand still and cannot end before the update; call Resume first, or push with \
              KEEP, RECOMPUTE or ABORT",
@@ -300,9 +303,9 @@ fn check_begin<X: Executor>(core: &EngineCore<X>, adapters: &Adapters, begin: &U
 }
 
 /// The version of the policy after the update.
-fn new_version<X: Executor>(core: &EngineCore<X>, begin: &UpdateBegin) -> Result<WeightVersion> {
-    match begin.new_version {
-        Some(version) => check_version(core, version, begin.force_version).map(|()| version),
+fn new_version<X: Executor>(core: &EngineCore<X>, header: &UpdateHeader) -> Result<WeightVersion> {
+    match header.new_version {
+        Some(version) => check_version(core, version, header.force_version).map(|()| version),
         None => core.policy.version().checked_add(1).ok_or_else(|| {
             Error::invalid("new_version", format!("must be given: there is none after {}", core.policy.version()))
         }),
@@ -323,19 +326,23 @@ fn check_version<X: Executor>(core: &EngineCore<X>, version: WeightVersion, forc
 }
 
 /// Reserves the memory that an update takes while it is received. Returns whether it is to be written in place.
-fn reserve_staging<X: Executor>(core: &mut EngineCore<X>, begin: &UpdateBegin) -> Result<bool> {
-    let of_host = begin.staging_bytes - begin.shadow_bytes;
-    let reserved = core.budget.set_parts(MemoryUse::UpdateStaging, begin.shadow_bytes, of_host);
+fn reserve_staging<X: Executor>(
+    core: &mut EngineCore<X>,
+    header: &UpdateHeader,
+    staging: StagingBytes,
+) -> Result<bool> {
+    let of_host = staging.staged - staging.shadow;
+    let reserved = core.budget.set_parts(MemoryUse::UpdateStaging, staging.shadow, of_host);
     let Err(error) = reserved else { return Ok(false) };
     let at_rest = core.state != State::Running && core.state.weights_awake();
-    let in_place = begin.in_place && begin.kind == UpdateKind::Full && at_rest;
+    let in_place = header.in_place && header.kind == UpdateKind::Full && at_rest;
     let (result, of_host) = match in_place {
-        true => (core.budget.set(MemoryUse::UpdateStaging, begin.in_place_bytes), begin.in_place_bytes),
+        true => (core.budget.set(MemoryUse::UpdateStaging, staging.in_place), staging.in_place),
         false => (Err(error), of_host),
     };
     let is_host_short =
         core.budget.host_report().is_some() && of_host > core.budget.remaining_for(MemoryUse::UpdateStaging);
-    let instead = match (is_host_short, begin.is_broadcast) {
+    let instead = match (is_host_short, matches!(header.source, Source::Broadcast(_))) {
         (true, _) => "start the server with a larger --host-memory",
         (false, true) => {
             "sleep with the KV cache first, or POST /init_weight_transfer_engine with a smaller \
@@ -376,7 +383,7 @@ fn replace_all<X: Executor>(core: &mut EngineCore<X>) {
     forget_merged(core);
 }
 
-/// Changes parameters of the policy that serves. What was merged into it becomes part of the base.
+/// Changes parameters of the policy that serves. The adapter that was merged into it becomes part of the base.
 fn apply_delta<X: Executor>(core: &mut EngineCore<X>, delta: Arc<Delta>) -> Attempt<()> {
     let merged = core.policy.merged();
     let order = WeightOrder::Patch { delta: delta.clone(), merged: merged.clone() };
@@ -387,7 +394,7 @@ fn apply_delta<X: Executor>(core: &mut EngineCore<X>, delta: Arc<Delta>) -> Atte
     Ok(())
 }
 
-/// Notes that what serves is the base, with nothing merged into it.
+/// Notes that the base serves, with nothing merged into it.
 fn forget_merged<X: Executor>(core: &mut EngineCore<X>) {
     core.policy.forget_merged();
     core.free_merged();

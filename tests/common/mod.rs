@@ -15,7 +15,7 @@ use rollout_server::config::Config;
 use rollout_server::engine::{
     Activity, AdapterTarget, CancelFlag, Command, Completion, DrainMode, EngineHandle, EngineStatus, Event,
     GenerateCommand, LifecycleStatus, PromptSampling, RequestClient, RequestKind, RunningPolicy, SleepLevel,
-    SleepReply, Summary, UpdateBegin, UpdateReply, ValidRequest, WakeTags,
+    SleepReply, Summary, UpdateReply, UpdateSender, ValidRequest, WakeTags,
 };
 use rollout_server::error::Result;
 use rollout_server::grammar::Grammar;
@@ -24,7 +24,7 @@ use rollout_server::observe::Observer;
 use rollout_server::startup::{self, Started};
 use rollout_server::types::{Prompt, SamplingParams, TokenId, TokenLogprobs};
 use rollout_server::weights::{
-    Dtype, Parameters, Receiver as WeightReceiver, Source, Sources, TensorEntry, UpdateKind, UpdateSpec,
+    DeclaredPush, Dtype, Parameters, Source, Sources, TensorEntry, UpdateHeader, UpdateKind,
 };
 use safetensors::tensor::TensorView;
 pub use weights::{StateDict, random_weights, to_bytes, write_checkpoint};
@@ -277,6 +277,11 @@ pub fn random_prompts(seed: u64, count: usize, lengths: std::ops::Range<usize>, 
     (0..count).map(|_| (0..rng.random_range(lengths.clone())).map(|_| rng.random_range(0..vocab)).collect()).collect()
 }
 
+/// A sender that is gone when `cancel` is set.
+pub fn update_sender(cancel: CancelFlag) -> UpdateSender {
+    UpdateSender { peer: "10.0.0.7:4711".into(), cancel, activity: Activity::start(), ended: Box::new(drop) }
+}
+
 /// Builder of a push.
 #[derive(Clone)]
 pub struct Push {
@@ -305,6 +310,21 @@ impl Push {
             force_version,
             running,
             in_place: false,
+        }
+    }
+
+    /// The header of this push from `source`.
+    pub fn header(&self, source: Source) -> UpdateHeader {
+        UpdateHeader {
+            adapter: self.adapter.clone(),
+            adapter_config: self.adapter_config.clone(),
+            expected_version: self.expected_version,
+            new_version: self.new_version,
+            force_version: self.force_version,
+            running: self.running,
+            in_place: self.in_place,
+            source,
+            ..UpdateHeader::new(self.kind)
         }
     }
 
@@ -409,48 +429,21 @@ impl Engine {
 
     /// Pushes as the server does, and returns where the answer to the commit will arrive.
     pub fn push_later(&self, push: Push) -> Result<Receiver<Result<UpdateReply>>> {
-        let spec = UpdateSpec {
-            kind: push.kind,
-            adapter_config: push.adapter_config,
-            unmerged: push.adapter.is_some(),
-            tensors: push.tensors.iter().map(|t| t.0.clone()).collect(),
-            total_bytes: None,
-            source: Source::Inline,
-        };
-        let mut receiver = WeightReceiver::open(spec, self.parameters().clone(), &Sources::default())?;
-        let begin = UpdateBegin {
-            kind: push.kind,
-            adapter: push.adapter,
-            expected_version: push.expected_version,
-            new_version: push.new_version,
-            force_version: push.force_version,
-            running: push.running,
-            staging_bytes: receiver.staging_bytes(false),
-            shadow_bytes: receiver.shadow_bytes(),
-            in_place_bytes: receiver.staging_bytes(true),
-            is_broadcast: receiver.is_broadcast(),
-            in_place: push.in_place,
-            cancel: CancelFlag::default(),
-            peer: "10.0.0.7:4711".into(),
-            activity: Activity::start(),
-            ended: Box::new(drop),
-        };
-        let ticket = self.ask(|reply| Command::BeginUpdate { begin, reply })?;
-        if let Some(shadow) = ticket.shadow {
-            receiver.pack_into(shadow);
-        }
+        let header = Arc::new(push.header(Source::Inline));
+        let entries = push.tensors.iter().map(|(entry, _)| entry.clone()).collect();
+        let declared = DeclaredPush::open(header.clone(), entries, self.parameters().clone(), &Sources::default())?;
+        let (staging, sender) = (declared.staging(), update_sender(CancelFlag::default()));
+        let ticket = self.ask(|reply| Command::BeginUpdate { header, staging, sender, reply })?;
+        let mut receiving = declared.receive(ticket.mode)?;
         for (index, (_, bytes)) in push.tensors.iter().enumerate() {
             for (chunk, offset) in bytes.chunks(4000).zip((0..).step_by(4000)) {
-                receiver.write(index as u32, offset, chunk)?;
-            }
-            if ticket.in_place
-                && let Some(tensors) = receiver.take_complete()
-            {
-                let (update, tensors) = (ticket.id, Arc::new(tensors));
-                self.ask(|reply| Command::WritePart { update, tensors, reply })?;
+                if let Some(tensors) = receiving.write(index as u32, offset, chunk)? {
+                    let (update, tensors) = (ticket.id, Arc::new(tensors));
+                    self.ask(|reply| Command::WritePart { update, tensors, reply })?;
+                }
             }
         }
-        let (update, content) = (ticket.id, receiver.finish()?.update);
+        let (update, content) = (ticket.id, receiving.finish()?.update);
         Ok(self.ask_later(|reply| Command::CommitUpdate { update, content, new_version: None, reply }))
     }
 

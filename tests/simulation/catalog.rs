@@ -3,8 +3,8 @@
 use std::sync::Arc;
 
 use rollout_server::weights::{
-    Adapter, Delta, Dtype, ParamSpec, Parameters, Receiver, ShardRule, Source, Sources, TensorEntry, Tensors,
-    UpdateKind, UpdateSpec, WeightUpdate,
+    Adapter, AdapterTarget, DeclaredPush, Delta, Dtype, ParamSpec, Parameters, ReceiveMode, ReceivingPush, ShardRule,
+    Sources, TensorEntry, Tensors, UpdateHeader, UpdateKind, WeightUpdate,
 };
 
 /// Number of parameters of the model.
@@ -92,20 +92,24 @@ fn receive(
     kind: UpdateKind,
     config: &str,
     tensors: Vec<(TensorEntry, Vec<u8>)>,
-) -> Receiver {
-    let spec = UpdateSpec {
-        kind,
+) -> ReceivingPush {
+    let is_lora = kind == UpdateKind::Lora;
+    let header = UpdateHeader {
+        adapter: is_lora.then(|| AdapterTarget { name: "unmerged".into(), expected_generation: None }),
         adapter_config: config.into(),
-        unmerged: kind == UpdateKind::Lora,
-        tensors: tensors.iter().map(|tensor| tensor.0.clone()).collect(),
-        total_bytes: None,
-        source: Source::Inline,
+        ..UpdateHeader::new(kind)
     };
-    let mut receiver = Receiver::open(spec, parameters.clone(), &Sources::default()).expect("a push of the catalog");
+    let mut push = open(parameters, header, &tensors).receive(ReceiveMode::Stage).expect("a push without files");
     for (index, (_, bytes)) in (0..).zip(&tensors) {
-        receiver.write(index, 0, bytes).expect("a tensor of the catalog");
+        push.write(index, 0, bytes).expect("a tensor of the catalog");
     }
-    receiver
+    push
+}
+
+fn open(parameters: &Arc<Parameters>, header: UpdateHeader, tensors: &[(TensorEntry, Vec<u8>)]) -> DeclaredPush {
+    let entries = tensors.iter().map(|tensor| tensor.0.clone()).collect();
+    DeclaredPush::open(Arc::new(header), entries, parameters.clone(), &Sources::default())
+        .expect("a push of the catalog")
 }
 
 fn entry(name: &str, shape: [usize; 2], payload: Option<(u64, u64)>, bytes: Vec<u8>) -> (TensorEntry, Vec<u8>) {
@@ -137,20 +141,11 @@ fn adapter(parameters: &Arc<Parameters>, layers: &[usize], rank: usize) -> Arc<A
 /// A value of one parameter, as a push in place gives it to the engine.
 fn tensors(parameters: &Arc<Parameters>, parameter: usize) -> Arc<Tensors> {
     let all = NAMES.map(|name| entry(name, SHAPE, None, ones(SHAPE[0] * SHAPE[1])));
-    let spec_order = all.iter().map(|tensor| tensor.0.clone()).collect();
-    let spec = UpdateSpec {
-        kind: UpdateKind::Full,
-        adapter_config: String::new(),
-        unmerged: false,
-        tensors: spec_order,
-        total_bytes: None,
-        source: Source::Inline,
-    };
-    let mut receiver = Receiver::open(spec, parameters.clone(), &Sources::default()).expect("a full push");
+    let declared = open(parameters, UpdateHeader::new(UpdateKind::Full), &all);
+    let mut push = declared.receive(ReceiveMode::InPlace).expect("a push without files");
     let mut taken = None;
     for (index, (_, bytes)) in all.iter().enumerate() {
-        receiver.write(index as u32, 0, bytes).expect("a tensor of the catalog");
-        taken = receiver.take_complete();
+        taken = push.write(index as u32, 0, bytes).expect("a tensor of the catalog");
         if index == parameter {
             break;
         }

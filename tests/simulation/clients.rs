@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use rollout_server::engine::{
     AbortReply, AbortTarget, AdapterStatus, CancelFlag, ChecksumReply, Command, DrainMode, EngineStatus, Event,
-    GenerateCommand, LifecycleStatus, OpenUpdate, RequestClient, RequestKind, RequestList, SleepLevel, SleepReply,
+    GenerateCommand, LifecycleStatus, RequestClient, RequestKind, RequestList, SleepLevel, SleepReply, UpdateStatus,
     ValidRequest, WakeTags,
 };
 use rollout_server::error::Result;
@@ -333,7 +333,7 @@ impl World {
             "CancelUpdate",
             &none,
             |reply| Command::CancelUpdate { update, reply },
-            |_, _: Option<OpenUpdate>| (),
+            |_, _: Option<UpdateStatus>| (),
         );
     }
 

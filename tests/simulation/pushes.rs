@@ -4,10 +4,10 @@ use std::sync::Arc;
 
 use rollout_server::clock::Clock;
 use rollout_server::engine::{
-    Activity, AdapterTarget, CancelFlag, Command, RunningPolicy, UpdateBegin, UpdateReply, UpdateTicket,
+    Activity, AdapterTarget, CancelFlag, Command, RunningPolicy, UpdateReply, UpdateSender, UpdateTicket,
 };
 use rollout_server::error::Result;
-use rollout_server::weights::{ShadowWeights, Tensors, UpdateKind, WeightUpdate};
+use rollout_server::weights::{ReceiveMode, StagingBytes, Tensors, UpdateHeader, UpdateKind, WeightUpdate};
 
 use super::book::{Note, PushFacts};
 use super::catalog::PARAMETERS;
@@ -20,9 +20,8 @@ enum Progress {
     Begun,
     /// It has a ticket. So many parts were written in place.
     Open {
-        in_place: bool,
+        mode: ReceiveMode,
         parts: usize,
-        shadow: Option<ShadowWeights>,
     },
     /// A part was sent, which is to be written in place as number `parts` of them.
     Writing {
@@ -79,29 +78,29 @@ impl World {
         let (number, cancel) = (self.pushes.len(), CancelFlag::default());
         let book = self.book.clone();
         let staging = self.dice.pick(&[10, 50, 200]);
-        let begin = UpdateBegin {
-            kind,
+        let shadow = if kind == UpdateKind::Full { 120 } else { 0 };
+        let staging = StagingBytes { staged: staging + shadow, shadow, in_place: self.dice.pick(&[10, 60]) };
+        let header = Arc::new(UpdateHeader {
             adapter: resident.map(|name| AdapterTarget { name: name.to_string(), expected_generation: None }),
             expected_version,
             new_version: new_version.filter(|_| resident.is_none()),
             force_version: force,
             running,
-            staging_bytes: if kind == UpdateKind::Full { staging + 120 } else { staging },
-            shadow_bytes: if kind == UpdateKind::Full { 120 } else { 0 },
-            in_place_bytes: self.dice.pick(&[10, 60]),
             in_place: self.dice.coin(),
-            is_broadcast: false,
-            cancel: cancel.clone(),
+            ..UpdateHeader::new(kind)
+        });
+        let sender = UpdateSender {
             peer: "10.0.0.7:4711".into(),
+            cancel: cancel.clone(),
             activity: Activity::by(Clock::Virtual(self.clock.clone())),
             ended: Box::new(move |_| book.lock().unwrap().notes.push(Note::PushEnded(number))),
         };
         let is_sent = self.call(
             "BeginUpdate",
             &cancel,
-            |reply| Command::BeginUpdate { begin, reply },
+            |reply| Command::BeginUpdate { header, staging, sender, reply },
             move |book, ticket: Result<UpdateTicket>| {
-                if ticket.as_ref().is_ok_and(|ticket| ticket.shadow.is_some()) {
+                if ticket.as_ref().is_ok_and(|ticket| matches!(ticket.mode, ReceiveMode::Pack(_))) {
                     book.device.shadow = facts.content;
                 }
                 book.notes.push(Note::Ticket(number, ticket));
@@ -145,9 +144,9 @@ impl World {
         let push = &mut self.pushes[push];
         match ticket {
             Err(_) => push.end(),
-            Ok(UpdateTicket { id, in_place, shadow }) => {
+            Ok(UpdateTicket { id, mode }) => {
                 push.update = Some(id);
-                push.progress = Progress::Open { in_place, parts: 0, shadow };
+                push.progress = Progress::Open { mode, parts: 0 };
             }
         }
     }
@@ -164,8 +163,8 @@ impl World {
             return self.cut_push(at);
         }
         let push = &mut self.pushes[at];
-        let Progress::Open { in_place, parts, .. } = &mut push.progress else { return };
-        if *in_place && *parts < PARAMETERS {
+        let Progress::Open { mode, parts } = &mut push.progress else { return };
+        if matches!(mode, ReceiveMode::InPlace) && *parts < PARAMETERS {
             let part = *parts;
             push.progress = Progress::Writing { parts: part + 1 };
             return self.write_part(at, part);
@@ -206,7 +205,7 @@ impl World {
         let push = &mut self.pushes[at];
         let Progress::Writing { parts } = push.progress else { return };
         if is_written {
-            push.progress = Progress::Open { in_place: true, parts, shadow: None };
+            push.progress = Progress::Open { mode: ReceiveMode::InPlace, parts };
             return;
         }
         self.give_up(at);
@@ -222,16 +221,16 @@ impl World {
 
     fn commit_push(&mut self, at: usize) {
         let push = &mut self.pushes[at];
-        let Progress::Open { shadow, .. } = std::mem::replace(&mut push.progress, Progress::Committed) else { return };
+        let Progress::Open { mode, .. } = std::mem::replace(&mut push.progress, Progress::Committed) else { return };
         let content = match push.facts.kind {
             UpdateKind::Lora => {
                 let adapter = self.catalog.adapters.get(push.index).map(|pushed| pushed.adapter.clone());
                 WeightUpdate::Lora(adapter.unwrap_or_default())
             }
             UpdateKind::Delta => WeightUpdate::Delta(self.catalog.deltas[push.index].0.clone()),
-            UpdateKind::Full => match shadow {
-                Some(shadow) => WeightUpdate::Packed(shadow),
-                None => WeightUpdate::Full(Arc::new(Tensors::default())),
+            UpdateKind::Full => match mode {
+                ReceiveMode::Pack(shadow) => WeightUpdate::Packed(shadow),
+                _ => WeightUpdate::Full(Arc::new(Tensors::default())),
             },
         };
         let again = self.dice.one_in(self.habits.faults);

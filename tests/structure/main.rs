@@ -264,7 +264,7 @@ fn no_lock_or_global_holds_serving_state() {
         ("src/grammar/compiler.rs", "compiled grammars, to be found again by the next request"),
         ("src/grammar/watchdog.rs", "the deadlines of work on grammars, for the thread that ends what is late"),
         (
-            "src/weights/push/source/shared_memory.rs",
+            "src/weights/push/transport/shared_memory.rs",
             "a client's memory, mapped for its next push: nothing that serves",
         ),
     ];

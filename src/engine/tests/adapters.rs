@@ -4,11 +4,11 @@ use super::rig::*;
 use crate::engine::*;
 use crate::memory::MemoryUse;
 use crate::types::FinishReason;
-use crate::weights::{UpdateKind, WeightUpdate};
+use crate::weights::{UpdateHeader, UpdateKind, WeightUpdate};
 
-fn resident(name: &str, expected_generation: Option<u64>) -> UpdateBegin {
+fn resident(name: &str, expected_generation: Option<u64>) -> UpdateHeader {
     let adapter = AdapterTarget { name: name.into(), expected_generation };
-    UpdateBegin { adapter: Some(adapter), ..begin(UpdateKind::Lora) }
+    UpdateHeader { adapter: Some(adapter), ..UpdateHeader::new(UpdateKind::Lora) }
 }
 
 fn add(rig: &mut Rig, name: &str) -> u64 {

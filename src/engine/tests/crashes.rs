@@ -6,12 +6,15 @@ use std::time::Duration;
 use super::rig::*;
 use crate::engine::*;
 use crate::memory::MemoryUse;
-use crate::weights::{UpdateKind, WeightUpdate};
+use crate::weights::{UpdateHeader, UpdateKind, WeightUpdate};
 
-/// The header of an update, and the flag that says that its client is gone.
-fn fragile(kind: UpdateKind, running: RunningPolicy) -> (UpdateBegin, CancelFlag) {
-    let begin = UpdateBegin { running, ..begin(kind) };
-    let cancel = begin.cancel.clone();
+/// The header of an update, and the flag that says that its client has vanished.
+fn fragile(kind: UpdateKind, running: RunningPolicy) -> (Begin, CancelFlag) {
+    with_flag(Begin::from(UpdateHeader { running, ..UpdateHeader::new(kind) }))
+}
+
+fn with_flag(begin: Begin) -> (Begin, CancelFlag) {
+    let cancel = begin.sender.cancel.clone();
     (begin, cancel)
 }
 
@@ -91,8 +94,8 @@ fn in_place_a_client_that_vanishes_before_the_first_write_has_changed_nothing() 
     let asked = rig.submit(ask("a", 3, 4));
     rig.step();
     told(&rig.pause(DrainMode::Keep)).reply().unwrap();
-    let (begin, cancel) = fragile(UpdateKind::Full, RunningPolicy::Keep);
-    let ticket = rig.begin(UpdateBegin { staging_bytes: 2000, in_place: true, ..begin }).unwrap();
+    let (begin, cancel) = with_flag(large_in_place());
+    let ticket = rig.begin(begin).unwrap();
     cancel.cancel();
     assert!(matches!(rig.write_part(ticket.id), Err(Error::FailedPrecondition(_))));
     rig.resume().unwrap();
@@ -106,8 +109,8 @@ fn in_place_after_the_first_write_only_a_complete_push_helps() {
     let mut rig = Rig::new();
     told(&rig.sleep(SleepLevel::One, DrainMode::Wait)).reply().unwrap();
     rig.wake(true, false, false).unwrap();
-    let (begin, cancel) = fragile(UpdateKind::Full, RunningPolicy::Keep);
-    let ticket = rig.begin(UpdateBegin { staging_bytes: 2000, in_place: true, ..begin }).unwrap();
+    let (begin, cancel) = with_flag(large_in_place());
+    let ticket = rig.begin(begin).unwrap();
     rig.write_part(ticket.id).unwrap();
     cancel.cancel();
     rig.command(Command::Look);
@@ -131,8 +134,8 @@ fn a_reload_that_fails_leaves_no_entry_of_the_adapter_it_has_forgotten() {
     assert!(rig.reserved(MemoryUse::MergedAdapter) > 0);
     told(&rig.sleep(SleepLevel::One, DrainMode::Wait)).reply().unwrap();
     rig.wake(true, false, false).unwrap();
-    let (begin, cancel) = fragile(UpdateKind::Full, RunningPolicy::Keep);
-    let ticket = rig.begin(UpdateBegin { staging_bytes: 2000, in_place: true, ..begin }).unwrap();
+    let (begin, cancel) = with_flag(large_in_place());
+    let ticket = rig.begin(begin).unwrap();
     rig.write_part(ticket.id).unwrap();
     cancel.cancel();
     rig.command(Command::Look);
@@ -228,7 +231,7 @@ fn shutdown_tells_what_waits_at_once_and_lets_requests_finish() {
     let mut rig = Rig::new();
     let asked = rig.submit(ask("a", 3, 4));
     let update: Receiver<Result<UpdateReply>> =
-        rig.push(UpdateBegin { running: RunningPolicy::Wait, ..begin(UpdateKind::Full) }).unwrap();
+        rig.push(UpdateHeader { running: RunningPolicy::Wait, ..UpdateHeader::new(UpdateKind::Full) }).unwrap();
     let pause = rig.pause(DrainMode::Wait);
     let held = rig.submit(ask("held", 3, 1));
     rig.command(Command::Shutdown { grace: Duration::from_secs(3600) });

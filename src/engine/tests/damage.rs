@@ -4,7 +4,7 @@ use super::rig::*;
 use crate::engine::*;
 use crate::memory::MemoryUse;
 use crate::types::FinishReason;
-use crate::weights::UpdateKind;
+use crate::weights::{UpdateHeader, UpdateKind};
 
 type Reach = fn(&mut Rig);
 type Act = fn(&mut Rig) -> Result<()>;
@@ -108,8 +108,10 @@ fn damage_that_is_found_while_it_is_read_leaves_no_policy_and_a_server_that_live
             assert_eq!(held, expected + kv_cache, "{what}");
             // The lost policy can be neither kept in a sleep nor changed.
             assert!(told(&rig.sleep(SleepLevel::One, DrainMode::Wait)).reply().is_err(), "{what}");
-            let delta =
-                UpdateBegin { expected_version: Some(rig.status().stats.weight_version), ..begin(UpdateKind::Delta) };
+            let delta = UpdateHeader {
+                expected_version: Some(rig.status().stats.weight_version),
+                ..UpdateHeader::new(UpdateKind::Delta)
+            };
             assert!(matches!(rig.push_now(delta), Err(Error::FailedPrecondition(_))), "{what}");
             rig.engine.core.executor.damage = None;
             match heal {

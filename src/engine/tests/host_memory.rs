@@ -3,7 +3,7 @@
 use super::rig::*;
 use crate::engine::*;
 use crate::memory::MemoryUse;
-use crate::weights::{UpdateKind, WeightUpdate};
+use crate::weights::{StagingBytes, UpdateKind, WeightUpdate};
 
 /// Bytes of the host's ledger that the process does not take.
 const ROOM: u64 = 200;
@@ -36,7 +36,8 @@ fn each_use_is_in_the_ledger_of_its_memory() {
 #[test]
 fn shadow_weights_are_the_devices_and_what_arrives_is_the_hosts() {
     let mut rig = rig();
-    let full = |staging_bytes, shadow_bytes| UpdateBegin { staging_bytes, shadow_bytes, ..begin(UpdateKind::Full) };
+    let full =
+        |staged, shadow| Begin { staging: StagingBytes { staged, shadow, in_place: 1 }, ..begin(UpdateKind::Full) };
     rig.begin(full(320, 300)).unwrap();
     assert_eq!(entries(&mut rig, MemoryUse::UpdateStaging), (300, 20));
     rig.call(|reply| Command::CancelUpdate { update: None, reply });
@@ -52,7 +53,7 @@ fn shadow_weights_are_the_devices_and_what_arrives_is_the_hosts() {
         rig.assert_clean();
     }
     let ticket = rig.begin(full(300 + ROOM, 300)).unwrap();
-    told(&rig.commit(ticket.id, WeightUpdate::Packed(ticket.shadow.unwrap()))).reply().unwrap();
+    told(&rig.commit(ticket.id, WeightUpdate::Packed(shadow(ticket.mode).unwrap()))).reply().unwrap();
     assert_eq!(entries(&mut rig, MemoryUse::SpareWeights), (120, 0));
 }
 

@@ -5,7 +5,7 @@ use std::sync::mpsc::{Receiver, channel, sync_channel};
 use super::rig::*;
 use crate::engine::*;
 use crate::types::RequestKey;
-use crate::weights::UpdateKind;
+use crate::weights::{UpdateHeader, UpdateKind};
 
 fn internal(asked: &Asked) -> String {
     match asked.error() {
@@ -99,8 +99,9 @@ fn an_update_that_is_cancelled_while_its_commit_falls_due_keeps_its_transaction(
     let mut rig = Rig::new();
     let asked = rig.submit(ask("a", 3, 4));
     rig.step();
-    let begin = UpdateBegin { running: RunningPolicy::Wait, ..begin(UpdateKind::Lora) };
-    let update = begin.cancel.clone();
+    let header = UpdateHeader { running: RunningPolicy::Wait, ..UpdateHeader::new(UpdateKind::Lora) };
+    let begin = Begin::from(header);
+    let update = begin.sender.cancel.clone();
     let ticket = rig.begin(begin).unwrap();
     let commit = rig.commit(ticket.id, lora());
     // A pause waits behind the commit. When its caller disconnects, its reply is dropped, and that disconnects the

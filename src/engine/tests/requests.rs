@@ -3,7 +3,7 @@
 use super::rig::*;
 use crate::engine::*;
 use crate::types::{FinishReason, Owner, Prompt, SamplingParams};
-use crate::weights::UpdateKind;
+use crate::weights::{UpdateHeader, UpdateKind};
 
 #[test]
 fn held_requests_start_in_the_order_in_which_they_came() {
@@ -143,7 +143,8 @@ fn what_waits_for_requests_that_are_made_to_stand_still_is_called_off() {
     let asked = rig.submit(ask("a", 3, 4));
     rig.step();
     let pause = rig.pause(DrainMode::Wait);
-    let update = rig.push(UpdateBegin { running: RunningPolicy::Wait, ..begin(UpdateKind::Lora) }).unwrap();
+    let update =
+        rig.push(UpdateHeader { running: RunningPolicy::Wait, ..UpdateHeader::new(UpdateKind::Lora) }).unwrap();
     told(&rig.pause(DrainMode::Keep)).reply().unwrap();
     assert!(matches!(told(&pause).reply(), Err(Error::Aborted(_))));
     assert!(matches!(told(&update).reply(), Err(Error::Aborted(_))));
@@ -158,7 +159,8 @@ fn what_waits_for_requests_that_are_made_to_stand_still_is_called_off() {
 fn drains_take_effect_in_the_order_in_which_they_came() {
     let mut rig = Rig::new();
     let asked = rig.submit(ask("a", 3, 4));
-    let update = rig.push(UpdateBegin { running: RunningPolicy::Wait, ..begin(UpdateKind::Lora) }).unwrap();
+    let update =
+        rig.push(UpdateHeader { running: RunningPolicy::Wait, ..UpdateHeader::new(UpdateKind::Lora) }).unwrap();
     let pause = rig.pause(DrainMode::Wait);
     let early = told(&rig.sleep(SleepLevel::One, DrainMode::Wait)).reply();
     assert!(matches!(early, Err(Error::FailedPrecondition(why)) if why.contains("update is under way")));

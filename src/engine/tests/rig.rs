@@ -12,8 +12,8 @@ use crate::observe::Observer;
 use crate::scheduler::{SchedulerConfig, Speculation};
 use crate::types::{Prompt, SamplingParams, TokenId};
 use crate::weights::{
-    Adapter, AdapterSpec, AdapterTensor, Delta, Dtype, ParamSpec, Parameters, ShardRule, TensorData, TensorEntry,
-    Tensors, UpdateKind, WeightUpdate,
+    Adapter, AdapterSpec, AdapterTensor, Delta, Dtype, ParamSpec, Parameters, ReceiveMode, ShadowWeights, ShardRule,
+    StagingBytes, TensorData, TensorEntry, Tensors, UpdateHeader, UpdateKind, WeightUpdate,
 };
 
 pub const BLOCK_SIZE: usize = 4;
@@ -118,24 +118,49 @@ pub fn ask(id: &str, prompt: usize, max_tokens: u32) -> (GenerateCommand, Asked)
     (GenerateCommand { request, client }, Asked { events, cancel })
 }
 
-pub fn begin(kind: UpdateKind) -> UpdateBegin {
-    UpdateBegin {
-        kind,
-        adapter: None,
-        expected_version: None,
-        new_version: None,
-        force_version: false,
-        running: RunningPolicy::Keep,
-        staging_bytes: 10,
-        shadow_bytes: 0,
-        in_place_bytes: 1,
-        is_broadcast: false,
-        in_place: false,
-        cancel: CancelFlag::default(),
-        peer: "10.0.0.7:4711".into(),
-        activity: Activity::start(),
-        ended: Box::new(drop),
+/// An update to begin.
+pub struct Begin {
+    pub header: UpdateHeader,
+    pub staging: StagingBytes,
+    pub sender: UpdateSender,
+}
+
+impl Begin {
+    pub fn command(self, reply: Reply<Result<UpdateTicket>>) -> Command {
+        Command::BeginUpdate { header: Arc::new(self.header), staging: self.staging, sender: self.sender, reply }
     }
+
+    /// The same, with so many bytes that it takes while it is staged.
+    pub fn staging(mut self, staged: u64) -> Self {
+        self.staging.staged = staged;
+        self
+    }
+}
+
+impl From<UpdateHeader> for Begin {
+    fn from(header: UpdateHeader) -> Self {
+        let sender = UpdateSender {
+            peer: "10.0.0.7:4711".into(),
+            cancel: CancelFlag::default(),
+            activity: Activity::start(),
+            ended: Box::new(drop),
+        };
+        Self { header, staging: StagingBytes { staged: 10, shadow: 0, in_place: 1 }, sender }
+    }
+}
+
+pub fn begin(kind: UpdateKind) -> Begin {
+    UpdateHeader::new(kind).into()
+}
+
+/// A FULL push of 2,000 bytes that may be written in place.
+pub fn large_in_place() -> Begin {
+    Begin::from(UpdateHeader { in_place: true, ..UpdateHeader::new(UpdateKind::Full) }).staging(2000)
+}
+
+/// The shadow weights that a push is packed into.
+pub fn shadow(mode: ReceiveMode) -> Option<ShadowWeights> {
+    if let ReceiveMode::Pack(shadow) = mode { Some(shadow) } else { None }
 }
 
 /// An adapter for the first `layers` layers of the rig's model.
@@ -291,8 +316,8 @@ impl Rig {
         told(&self.call(|reply| Command::Wake { tags, reload, reply })).reply()
     }
 
-    pub fn begin(&mut self, begin: UpdateBegin) -> Result<UpdateTicket> {
-        told(&self.call(|reply| Command::BeginUpdate { begin, reply })).reply()
+    pub fn begin(&mut self, begin: impl Into<Begin>) -> Result<UpdateTicket> {
+        told(&self.call(|reply| begin.into().command(reply))).reply()
     }
 
     pub fn commit(&mut self, update: u64, content: WeightUpdate) -> Receiver<Result<UpdateReply>> {
@@ -304,20 +329,21 @@ impl Rig {
         told(&self.call(|reply| Command::WritePart { update, tensors, reply })).reply()
     }
 
-    /// Sends a whole update, and returns the channel of the reply to its commit.
-    pub fn push(&mut self, begin: UpdateBegin) -> Result<Receiver<Result<UpdateReply>>> {
-        let kind = begin.kind;
+    /// Sends a whole update, and returns where the reply to its commit comes.
+    pub fn push(&mut self, begin: impl Into<Begin>) -> Result<Receiver<Result<UpdateReply>>> {
+        let begin = begin.into();
+        let kind = begin.header.kind;
         let ticket = self.begin(begin)?;
         Ok(self.commit(ticket.id, content(kind)))
     }
 
-    /// Sends a whole update, which is applied or rejected at once.
-    pub fn push_now(&mut self, begin: UpdateBegin) -> Result<UpdateReply> {
+    /// Sends a whole update that is applied or refused at once.
+    pub fn push_now(&mut self, begin: impl Into<Begin>) -> Result<UpdateReply> {
         self.push(begin).and_then(|reply| told(&reply).reply())
     }
 
     pub fn push_lora(&mut self, running: RunningPolicy) -> UpdateReply {
-        self.push_now(UpdateBegin { running, ..begin(UpdateKind::Lora) }).unwrap()
+        self.push_now(UpdateHeader { running, ..UpdateHeader::new(UpdateKind::Lora) }).unwrap()
     }
 
     /// Asserts that nothing is left: no request, no held block, no update and no reservation for one.

@@ -4,7 +4,7 @@ use super::rig::*;
 use crate::engine::*;
 use crate::executor::MemoryKind;
 use crate::memory::MemoryUse;
-use crate::weights::{UpdateKind, WeightUpdate};
+use crate::weights::{ReceiveMode, UpdateHeader, UpdateKind, WeightUpdate};
 
 type Reach = fn(&mut Rig);
 
@@ -63,10 +63,10 @@ fn sleep_and_wake(rig: &mut Rig, level: SleepLevel, weights: bool) {
 
 /// Sends a part of a FULL push in place, and disconnects.
 fn break_in_place(rig: &mut Rig) {
-    let cancel = CancelFlag::default();
-    let begin = UpdateBegin { in_place: true, staging_bytes: 2000, cancel: cancel.clone(), ..begin(UpdateKind::Full) };
+    let begin = large_in_place();
+    let cancel = begin.sender.cancel.clone();
     let ticket = rig.begin(begin).unwrap();
-    assert!(ticket.in_place);
+    assert!(matches!(ticket.mode, ReceiveMode::InPlace));
     rig.write_part(ticket.id).unwrap();
     cancel.cancel();
     rig.command(Command::Look);
@@ -76,9 +76,9 @@ fn done<T>(result: Result<T>) -> Result<()> {
     result.map(drop)
 }
 
-fn resident(name: &str) -> UpdateBegin {
+fn resident(name: &str) -> UpdateHeader {
     let adapter = AdapterTarget { name: name.into(), expected_generation: None };
-    UpdateBegin { adapter: Some(adapter), ..begin(UpdateKind::Lora) }
+    UpdateHeader { adapter: Some(adapter), ..UpdateHeader::new(UpdateKind::Lora) }
 }
 
 type Order = fn(&mut Rig) -> Result<()>;
@@ -100,8 +100,10 @@ const ORDERS: [(&str, Order); 17] = [
     ("lora", |rig| done(rig.push_now(begin(UpdateKind::Lora)))),
     ("full", |rig| done(rig.push_now(begin(UpdateKind::Full)))),
     ("delta", |rig| {
-        let begin =
-            UpdateBegin { expected_version: Some(rig.engine.core.policy.version()), ..begin(UpdateKind::Delta) };
+        let begin = UpdateHeader {
+            expected_version: Some(rig.engine.core.policy.version()),
+            ..UpdateHeader::new(UpdateKind::Delta)
+        };
         done(rig.push_now(begin))
     }),
     ("resident", |rig| done(rig.push_now(resident("x")))),
@@ -270,7 +272,7 @@ fn what_full_pushes_brought_stays_in_the_ledger_at_level_1_only() {
 fn a_wake_that_does_not_fit_changes_nothing() {
     let mut rig = Rig::new();
     sleep(&mut rig, SleepLevel::One);
-    let ticket = rig.begin(UpdateBegin { staging_bytes: 500, ..begin(UpdateKind::Lora) }).unwrap();
+    let ticket = rig.begin(begin(UpdateKind::Lora).staging(500)).unwrap();
     rig.did();
     let before = rig.status();
     let error = rig.wake(true, true, false).unwrap_err();
@@ -317,7 +319,7 @@ fn what_a_packed_push_replaced_while_the_cache_slept_goes_as_that_wakes() {
     told(&rig.sleep(SleepLevel::One, DrainMode::Wait)).reply().unwrap();
     rig.wake(true, false, false).unwrap();
     let ticket = rig.begin(begin(UpdateKind::Full)).unwrap();
-    told(&rig.commit(ticket.id, WeightUpdate::Packed(ticket.shadow.unwrap()))).reply().unwrap();
+    told(&rig.commit(ticket.id, WeightUpdate::Packed(shadow(ticket.mode).unwrap()))).reply().unwrap();
     assert!(rig.engine.core.spare.is_some());
     rig.wake(false, true, false).unwrap();
     assert_eq!((rig.reserved(MemoryUse::SpareWeights), rig.engine.core.spare.is_some()), (0, false));

@@ -4,7 +4,7 @@ use super::rig::*;
 use crate::engine::*;
 use crate::memory::MemoryUse;
 use crate::types::FinishReason;
-use crate::weights::{UpdateKind, WeightUpdate};
+use crate::weights::{ReceiveMode, Source, TransitBytes, UpdateHeader, UpdateKind, WeightUpdate};
 
 /// A request whose prompt is partly computed (it has 20 tokens, and a step takes 8), one that samples, and one in the
 /// queue.
@@ -43,7 +43,8 @@ fn a_prompt_that_a_kept_request_still_holds_is_computed_anew() {
     let mut rig = Rig::new();
     let kept = rig.submit(ask("kept", 8, 9));
     rig.steps(2);
-    rig.push_now(UpdateBegin { new_version: Some(0), force_version: true, ..begin(UpdateKind::Lora) }).unwrap();
+    rig.push_now(UpdateHeader { new_version: Some(0), force_version: true, ..UpdateHeader::new(UpdateKind::Lora) })
+        .unwrap();
     let new = rig.submit(ask("new", 8, 1));
     rig.finish();
     let new = new.completion();
@@ -112,7 +113,7 @@ fn a_request_of_which_one_prompt_is_done_has_started() {
 fn a_waiting_update_lets_the_accepted_finish_and_holds_the_new() {
     let mut rig = Rig::new();
     let asked = three_stages(&mut rig);
-    let reply = rig.push(UpdateBegin { running: RunningPolicy::Wait, ..begin(UpdateKind::Full) }).unwrap();
+    let reply = rig.push(UpdateHeader { running: RunningPolicy::Wait, ..UpdateHeader::new(UpdateKind::Full) }).unwrap();
     let late = ["late", "later"].map(|id| rig.submit(ask(id, 2, 1)));
     let status = rig.status();
     assert_eq!((status.stats.held_requests, status.stats.accepted_requests, status.update.is_some()), (2, 3, true));
@@ -151,7 +152,8 @@ fn prompt_logprobs_are_of_one_policy_under_every_policy_for_running_requests() {
             };
             rig.command(Command::Generate(Box::new(command)));
             rig.steps(2);
-            rig.push_now(UpdateBegin { running, new_version: Some(7), ..begin(UpdateKind::Lora) }).unwrap();
+            rig.push_now(UpdateHeader { running, new_version: Some(7), ..UpdateHeader::new(UpdateKind::Lora) })
+                .unwrap();
             rig.finish();
             let events = asked.events();
             let Event::PromptLogprobs { logprobs, weight_version: 7, .. } = &events[0] else { panic!("{events:?}") };
@@ -166,7 +168,7 @@ fn prompt_logprobs_are_of_one_policy_under_every_policy_for_running_requests() {
 fn versions_are_the_trainers_and_epochs_our_own() {
     let mut rig = Rig::new();
     let push = |rig: &mut Rig, new_version, expected_version| {
-        rig.push_now(UpdateBegin { new_version, expected_version, ..begin(UpdateKind::Lora) })
+        rig.push_now(UpdateHeader { new_version, expected_version, ..UpdateHeader::new(UpdateKind::Lora) })
     };
     assert_eq!(push(&mut rig, Some(100), Some(0)).unwrap().weight_version, 100);
     let prompt_of = |rig: &mut Rig| {
@@ -176,7 +178,7 @@ fn versions_are_the_trainers_and_epochs_our_own() {
     };
     assert_eq!((prompt_of(&mut rig), prompt_of(&mut rig)), (0, 8));
     assert_eq!(push(&mut rig, None, None).unwrap().weight_version, 101);
-    let again = UpdateBegin { new_version: Some(100), force_version: true, ..begin(UpdateKind::Lora) };
+    let again = UpdateHeader { new_version: Some(100), force_version: true, ..UpdateHeader::new(UpdateKind::Lora) };
     assert_eq!(rig.push_now(again).unwrap().weight_version, 100, "a trainer starts again");
     assert_eq!(prompt_of(&mut rig), 0, "the same number, another policy");
     let conflict = push(&mut rig, None, Some(101)).unwrap_err();
@@ -193,7 +195,7 @@ fn versions_are_the_trainers_and_epochs_our_own() {
 fn a_version_that_goes_back_or_repeats_must_be_meant() {
     let mut rig = Rig::new();
     let push = |rig: &mut Rig, version, force_version| {
-        rig.push_now(UpdateBegin { new_version: Some(version), force_version, ..begin(UpdateKind::Lora) })
+        rig.push_now(UpdateHeader { new_version: Some(version), force_version, ..UpdateHeader::new(UpdateKind::Lora) })
     };
     let set =
         |rig: &mut Rig, version, force| told(&rig.call(|reply| Command::SetVersion { version, force, reply })).reply();
@@ -209,10 +211,11 @@ fn a_version_that_goes_back_or_repeats_must_be_meant() {
         refused(set(&mut rig, version, false).unwrap_err());
     }
     assert_eq!((rig.did(), rig.status().stats.weight_version), (vec![], 7));
-    // A version that was free when a push began is taken at its commit.
-    let ticket = rig.begin(UpdateBegin { new_version: Some(7), force_version: true, ..begin(UpdateKind::Lora) });
+    // A version that was free at the beginning of a push is not at its commit.
+    let ticket =
+        rig.begin(UpdateHeader { new_version: Some(7), force_version: true, ..UpdateHeader::new(UpdateKind::Lora) });
     told(&rig.commit(ticket.unwrap().id, lora())).reply().unwrap();
-    let ticket = rig.begin(UpdateBegin { new_version: Some(9), ..begin(UpdateKind::Lora) }).unwrap();
+    let ticket = rig.begin(UpdateHeader { new_version: Some(9), ..UpdateHeader::new(UpdateKind::Lora) }).unwrap();
     set(&mut rig, 9, false).unwrap();
     let late = told(&rig.commit(ticket.id, lora())).reply().unwrap_err();
     assert!(matches!(&late, Error::FailedPrecondition(why) if why.contains("9 is not above 9")), "{late}");
@@ -238,7 +241,7 @@ fn a_queued_request_that_insists_on_the_old_policy_is_told() {
     let filler = rig.submit(ask("filler", 40, 1));
     rig.step();
     let queued = rig.submit(insist("queued", 3));
-    rig.push_now(UpdateBegin { new_version: Some(5), ..begin(UpdateKind::Lora) }).unwrap();
+    rig.push_now(UpdateHeader { new_version: Some(5), ..UpdateHeader::new(UpdateKind::Lora) }).unwrap();
     assert!(matches!(queued.error(), Error::VersionConflict(why) if why.contains("version 5")));
     assert!(matches!(rig.submit(insist("new", 3)).error(), Error::VersionConflict(_)));
     rig.finish();
@@ -274,26 +277,28 @@ fn a_version_without_an_update_keeps_the_cache_and_marks_tokens_from_then_on() {
 #[test]
 fn memory_is_set_aside_or_the_update_is_refused_before_it_starts() {
     let mut rig = Rig::new();
-    let full = |staging_bytes, in_place| UpdateBegin { staging_bytes, in_place, ..begin(UpdateKind::Full) };
+    let header = |in_place| UpdateHeader { in_place, ..UpdateHeader::new(UpdateKind::Full) };
+    let full = |staged, in_place| Begin::from(header(in_place)).staging(staged);
     let error = rig.begin(full(STAGING + 1, false)).unwrap_err();
     let text = error.to_string();
     for part in ["update_staging needs 301 B", "300 B of the ceiling", "kv_cache 450 B", "in_place", "--staging-bytes"]
     {
         assert!(text.contains(part), "{part:?} is missing in {text}");
     }
-    let broadcast = UpdateBegin { is_broadcast: true, ..full(STAGING + 1, false) };
-    let text = rig.begin(broadcast).unwrap_err().to_string();
+    let broadcast = UpdateHeader { source: Source::Broadcast(TransitBytes::default()), ..header(false) };
+    let text = rig.begin(Begin::from(broadcast).staging(STAGING + 1)).unwrap_err().to_string();
     assert!(text.contains("packed_buffer_size_bytes") && !text.contains("in_place"), "{text}");
     assert!(matches!(rig.begin(full(STAGING + 1, true)), Err(Error::ResourceExhausted(_))), "it runs");
     assert!(rig.status().update.is_none());
     let ticket = rig.begin(full(STAGING, true)).unwrap();
-    assert!(!ticket.in_place, "it fits");
+    assert!(!matches!(ticket.mode, ReceiveMode::InPlace), "it fits");
     assert_eq!(rig.reserved(MemoryUse::UpdateStaging), STAGING);
     assert!(matches!(rig.write_part(ticket.id), Err(Error::FailedPrecondition(why)) if why.contains("staged")));
     told(&rig.commit(ticket.id, content(UpdateKind::Full))).reply().unwrap();
     told(&rig.sleep(SleepLevel::One, DrainMode::Wait)).reply().unwrap();
     rig.wake(true, false, false).unwrap();
-    assert!(!rig.begin(full(780, true)).unwrap().in_place, "the KV cache made room");
+    let ticket = rig.begin(full(780, true)).unwrap();
+    assert!(!matches!(ticket.mode, ReceiveMode::InPlace), "the KV cache made room");
     rig.engine.updates.roll_back(&mut rig.engine.core);
     rig.assert_clean();
 }
@@ -303,14 +308,14 @@ fn a_packed_push_is_exchanged_at_its_commit() {
     let mut rig = Rig::new();
     rig.push_lora(RunningPolicy::Keep);
     let ticket = rig.begin(begin(UpdateKind::Full)).unwrap();
-    let shadow = ticket.shadow.expect("FULL is packed");
+    let packed = shadow(ticket.mode).expect("FULL is packed");
     rig.did();
-    let reply = told(&rig.commit(ticket.id, WeightUpdate::Packed(shadow))).reply().unwrap();
+    let reply = told(&rig.commit(ticket.id, WeightUpdate::Packed(packed))).reply().unwrap();
     assert_eq!(rig.did(), [Did::Exchange]);
     assert_eq!((reply.weight_version, rig.reserved(MemoryUse::MergedAdapter)), (2, 0));
     // The replaced weights are kept for the next FULL push, and dropped for a push of another kind.
     assert_eq!(rig.reserved(MemoryUse::SpareWeights), rig.reserved(MemoryUse::Weights));
-    assert!(rig.begin(begin(UpdateKind::Full)).unwrap().shadow.is_some());
+    assert!(shadow(rig.begin(begin(UpdateKind::Full)).unwrap().mode).is_some());
     assert_eq!((rig.reserved(MemoryUse::SpareWeights), rig.did()), (0, vec![]));
     rig.engine.updates.roll_back(&mut rig.engine.core);
     // The pushed weights are the base now, so the parameters that the next adapter changes are copied.
@@ -318,7 +323,7 @@ fn a_packed_push_is_exchanged_at_its_commit() {
     let merged = WeightUpdate::Lora(adapter(&rig.engine.core.parameters, 1, 1));
     told(&rig.commit(ticket.id, merged)).reply().unwrap();
     assert_eq!(rig.reserved(MemoryUse::BaseCopies), 60);
-    assert!(rig.begin(begin(UpdateKind::Lora)).unwrap().shadow.is_none());
+    assert!(shadow(rig.begin(begin(UpdateKind::Lora)).unwrap().mode).is_none());
     rig.engine.updates.roll_back(&mut rig.engine.core);
     rig.assert_clean();
 }
@@ -328,7 +333,7 @@ fn what_a_packed_push_replaced_goes_with_a_sleep() {
     for level in [SleepLevel::One, SleepLevel::Two] {
         let mut rig = Rig::new();
         let ticket = rig.begin(begin(UpdateKind::Full)).unwrap();
-        told(&rig.commit(ticket.id, WeightUpdate::Packed(ticket.shadow.unwrap()))).reply().unwrap();
+        told(&rig.commit(ticket.id, WeightUpdate::Packed(shadow(ticket.mode).unwrap()))).reply().unwrap();
         assert_eq!(
             (rig.reserved(MemoryUse::SpareWeights), rig.engine.core.spare.is_some()),
             (rig.reserved(MemoryUse::Weights), true)
@@ -346,8 +351,8 @@ fn a_packed_push_after_the_deep_sleep_leaves_no_spare() {
     told(&rig.sleep(SleepLevel::Two, DrainMode::Wait)).reply().unwrap();
     rig.wake(true, true, false).unwrap();
     let ticket = rig.begin(begin(UpdateKind::Full)).unwrap();
-    told(&rig.commit(ticket.id, WeightUpdate::Packed(ticket.shadow.unwrap()))).reply().unwrap();
-    // The replaced weights had no memory left.
+    told(&rig.commit(ticket.id, WeightUpdate::Packed(shadow(ticket.mode).unwrap()))).reply().unwrap();
+    // The replaced weights had no memory any more.
     assert_eq!((rig.reserved(MemoryUse::Weights), rig.reserved(MemoryUse::SpareWeights)), (120, 0));
     rig.assert_clean();
 }
@@ -358,7 +363,7 @@ fn a_push_in_place_passes_through_missing_weights() {
     let frozen = rig.submit(ask("frozen", 3, 9));
     rig.steps(2);
     told(&rig.pause(DrainMode::Keep)).reply().unwrap();
-    let ticket = rig.begin(UpdateBegin { staging_bytes: 2000, in_place: true, ..begin(UpdateKind::Full) }).unwrap();
+    let ticket = rig.begin(large_in_place()).unwrap();
     assert_eq!(rig.reserved(MemoryUse::UpdateStaging), 1);
     rig.resume().unwrap();
     assert!(matches!(rig.write_part(ticket.id), Err(Error::FailedPrecondition(_))), "it runs again");
@@ -385,7 +390,7 @@ fn frozen_requests_cannot_be_waited_for() {
     let asked = rig.submit(ask("a", 3, 4));
     rig.step();
     told(&rig.pause(DrainMode::Keep)).reply().unwrap();
-    let wait = UpdateBegin { running: RunningPolicy::Wait, ..begin(UpdateKind::Lora) };
+    let wait = UpdateHeader { running: RunningPolicy::Wait, ..UpdateHeader::new(UpdateKind::Lora) };
     assert!(matches!(rig.push(wait), Err(Error::FailedPrecondition(why)) if why.contains("RECOMPUTE")));
     let sleep = told(&rig.sleep(SleepLevel::One, DrainMode::Wait)).reply();
     assert!(matches!(sleep, Err(Error::FailedPrecondition(why)) if why.contains("Resume")));
@@ -406,7 +411,7 @@ fn the_ledger_shows_what_a_merged_adapter_costs() {
     let mut rig = Rig::new();
     let parameters = rig.engine.core.parameters.clone();
     let push = |rig: &mut Rig, layers, staging_bytes| {
-        let ticket = rig.begin(UpdateBegin { staging_bytes, ..begin(UpdateKind::Lora) }).unwrap();
+        let ticket = rig.begin(begin(UpdateKind::Lora).staging(staging_bytes)).unwrap();
         told(&rig.commit(ticket.id, WeightUpdate::Lora(adapter(&parameters, layers, 1)))).reply()
     };
     let costs = |rig: &Rig| {
@@ -439,7 +444,7 @@ fn a_delta_makes_what_serves_the_base() {
     let parameters = rig.engine.core.parameters.clone();
     let ticket = rig.begin(begin(UpdateKind::Lora)).unwrap();
     told(&rig.commit(ticket.id, WeightUpdate::Lora(adapter(&parameters, 1, 1)))).reply().unwrap();
-    rig.push_now(UpdateBegin { expected_version: Some(1), ..begin(UpdateKind::Delta) }).unwrap();
+    rig.push_now(UpdateHeader { expected_version: Some(1), ..UpdateHeader::new(UpdateKind::Delta) }).unwrap();
     assert_eq!(rig.reserved(MemoryUse::MergedAdapter), 0);
     let replaced = PARAMETERS.map(|name| rig.engine.core.policy.is_replaced(name));
     assert_eq!(replaced, [true, false], "the adapter is part of it now");
@@ -454,15 +459,14 @@ fn who_holds_the_update_is_known_and_can_be_ended_by_anybody() {
     let (sender, ended) = std::sync::mpsc::channel();
     let cancel = |rig: &mut Rig, update| told(&rig.call(|reply| Command::CancelUpdate { update, reply })).reply();
     assert_eq!(cancel(&mut rig, None), None);
-    let update = UpdateBegin {
-        new_version: Some(9),
-        ended: Box::new(move |error| sender.send(error).unwrap()),
-        ..begin(UpdateKind::Delta)
-    };
-    let ticket = rig.begin(UpdateBegin { expected_version: Some(0), ..update }).unwrap();
+    let (new_version, expected_version) = (Some(9), Some(0));
+    let header = UpdateHeader { new_version, expected_version, ..UpdateHeader::new(UpdateKind::Delta) };
+    let mut update = Begin::from(header);
+    update.sender.ended = Box::new(move |error| sender.send(error).unwrap());
+    let ticket = rig.begin(update).unwrap();
     let open = rig.status().update.expect("it is open");
-    assert_eq!((open.id, open.kind, open.new_version), (ticket.id, UpdateKind::Delta, Some(9)));
-    assert_eq!((open.peer.as_str(), open.adapter, open.committed), ("10.0.0.7:4711", None, false));
+    assert_eq!((open.id, open.header.kind, open.header.new_version), (ticket.id, UpdateKind::Delta, Some(9)));
+    assert_eq!((open.peer.as_str(), &open.header.adapter, open.committed), ("10.0.0.7:4711", &None, false));
     let second = rig.begin(begin(UpdateKind::Lora)).unwrap_err();
     assert!(second.to_string().contains("10.0.0.7:4711") && second.to_string().contains("CancelUpdate"), "{second}");
     assert_eq!(cancel(&mut rig, Some(ticket.id + 1)), None, "another one");
@@ -480,7 +484,7 @@ fn a_commit_that_waits_can_be_cancelled() {
     let mut rig = Rig::new();
     let asked = rig.submit(ask("r", 3, 9));
     rig.steps(2);
-    let reply = rig.push(UpdateBegin { running: RunningPolicy::Wait, ..begin(UpdateKind::Full) }).unwrap();
+    let reply = rig.push(UpdateHeader { running: RunningPolicy::Wait, ..UpdateHeader::new(UpdateKind::Full) }).unwrap();
     let held = rig.submit(ask("held", 3, 1));
     assert!(rig.status().update.expect("it waits").committed);
     let cancelled = told(&rig.call(|reply| Command::CancelUpdate { update: None, reply })).reply();

@@ -77,7 +77,7 @@ fn phases_follow_each_other_without_gaps_and_cover_the_wall_clock() {
     engine.settles(Phase::Paused);
     engine.call(|reply| Command::Resume { reply }).unwrap();
     engine.settles(Phase::Idle);
-    let mut ticket = engine.call(|reply| Command::BeginUpdate { begin: begin(UpdateKind::Lora), reply }).unwrap();
+    let mut ticket = engine.call(|reply| begin(UpdateKind::Lora).command(reply)).unwrap();
     engine
         .call(|reply| Command::CommitUpdate { update: ticket.id, content: lora(), new_version: None, reply })
         .unwrap();
@@ -93,7 +93,7 @@ fn phases_follow_each_other_without_gaps_and_cover_the_wall_clock() {
     let names = vec![PARAMETERS[0].to_owned()];
     engine.call(|reply| Command::Checksum { names, cancel: cancel(), reply }).unwrap();
     engine.settles(Phase::Idle);
-    ticket = engine.call(|reply| Command::BeginUpdate { begin: begin(UpdateKind::Lora), reply }).unwrap();
+    ticket = engine.call(|reply| begin(UpdateKind::Lora).command(reply)).unwrap();
     engine.settles(Phase::Idle);
     use Phase::{Asleep, Checksum, Idle, Load, Paused, PushApply, PushReserve, Reload, Sleep, Wake, WeightsMissing};
     let mut phases = engine.phases();

@@ -17,8 +17,9 @@ use crate::types::{
     GroupKey, LogitsRow, LogitsTask, PlanSequence, Prompt, RequestKey, SampleKey, SamplingParams, StepPlan,
 };
 use crate::weights::{
-    Adapter, Checkpoint, Delta, Dtype, ModelSource, ParamSpec, Parameters, Partition, Receiver, ShadowWeights, Slice,
-    Source, Sources, TensorData, TensorEntry, Tensors, UpdateKind, UpdateSpec, WeightUpdate,
+    Adapter, Checkpoint, DeclaredPush, Delta, Dtype, ModelSource, ParamSpec, Parameters, Partition, ReceiveMode,
+    ReceivingPush, ShadowWeights, Slice, Sources, TensorData, TensorEntry, Tensors, UpdateHeader, UpdateKind,
+    WeightUpdate,
 };
 
 pub const DTYPES: [StorageDtype; 2] = [StorageDtype::F32, StorageDtype::Bf16];
@@ -201,7 +202,7 @@ impl Setup {
         let config = serde_json::json!({
             "peft_type": "LORA", "r": rank, "lora_alpha": 2 * rank, "use_dora": use_dora, "target_modules": layers,
         });
-        match self.push(UpdateKind::Lora, config.to_string(), &float_tensors(tensors)).finish().unwrap().update {
+        match self.push(UpdateKind::Lora, config.to_string(), &float_tensors(tensors)) {
             WeightUpdate::Lora(adapter) => adapter,
             other => panic!("{other:?}"),
         }
@@ -209,7 +210,7 @@ impl Setup {
 
     /// A FULL push of all parameters.
     pub fn full(&self, values: &[Vec<f32>]) -> Arc<Tensors> {
-        match self.full_push(values, |_| true).finish().unwrap().update {
+        match self.push(UpdateKind::Full, String::new(), &self.tensors(values)) {
             WeightUpdate::Full(tensors) => tensors,
             other => panic!("{other:?}"),
         }
@@ -217,9 +218,10 @@ impl Setup {
 
     /// A FULL push of all parameters, packed into what the ranks give for it.
     pub fn staged(&self, ranks: &mut Ranks, values: &[Vec<f32>]) -> ShadowWeights {
-        let mut receiver = self.receiver(UpdateKind::Full, String::new(), &self.tensors(values));
-        receiver.pack_into(ranks.shadow_weights().unwrap());
-        match write_all(receiver, &self.tensors(values)).finish().unwrap().update {
+        let (tensors, mode) = (self.tensors(values), ReceiveMode::Pack(ranks.shadow_weights().unwrap()));
+        let mut push = self.declared(UpdateKind::Full, String::new(), &tensors).receive(mode).unwrap();
+        write_all(&mut push, &tensors);
+        match push.finish().unwrap().update {
             WeightUpdate::Packed(shadow) => shadow,
             other => panic!("{other:?}"),
         }
@@ -227,17 +229,14 @@ impl Setup {
 
     /// The part of a FULL push that has arrived when the chosen parameters have.
     pub fn part(&self, values: &[Vec<f32>], chosen: impl Fn(&str) -> bool) -> Arc<Tensors> {
-        Arc::new(self.full_push(values, chosen).take_complete().unwrap())
-    }
-
-    fn full_push(&self, values: &[Vec<f32>], chosen: impl Fn(&str) -> bool) -> Receiver {
-        let mut push = self.tensors(values);
-        for (entry, bytes) in &mut push {
+        let mut tensors = self.tensors(values);
+        let mut push = self.declared(UpdateKind::Full, String::new(), &tensors).receive(ReceiveMode::InPlace).unwrap();
+        for (entry, bytes) in &mut tensors {
             if !chosen(&entry.name) {
                 bytes.clear();
             }
         }
-        self.push(UpdateKind::Full, String::new(), &push)
+        Arc::new(write_all(&mut push, &tensors))
     }
 
     fn tensors(&self, values: &[Vec<f32>]) -> Vec<(TensorEntry, Vec<u8>)> {
@@ -261,26 +260,23 @@ impl Setup {
             (TensorEntry { payload, ..entry(name, shape, &bytes) }, bytes)
         };
         let tensors: Vec<_> = changes.iter().map(tensor).collect();
-        match self.push(UpdateKind::Delta, String::new(), &tensors).finish().unwrap().update {
+        match self.push(UpdateKind::Delta, String::new(), &tensors) {
             WeightUpdate::Delta(delta) => delta,
             other => panic!("{other:?}"),
         }
     }
 
-    fn push(&self, kind: UpdateKind, adapter_config: String, tensors: &[(TensorEntry, Vec<u8>)]) -> Receiver {
-        write_all(self.receiver(kind, adapter_config, tensors), tensors)
+    /// The update of a push whose tensors are kept until its end.
+    fn push(&self, kind: UpdateKind, adapter_config: String, tensors: &[(TensorEntry, Vec<u8>)]) -> WeightUpdate {
+        let mut push = self.declared(kind, adapter_config, tensors).receive(ReceiveMode::Stage).unwrap();
+        write_all(&mut push, tensors);
+        push.finish().unwrap().update
     }
 
-    fn receiver(&self, kind: UpdateKind, adapter_config: String, tensors: &[(TensorEntry, Vec<u8>)]) -> Receiver {
-        let spec = UpdateSpec {
-            kind,
-            adapter_config,
-            unmerged: false,
-            tensors: tensors.iter().map(|(entry, _)| entry.clone()).collect(),
-            total_bytes: None,
-            source: Source::Inline,
-        };
-        Receiver::open(spec, self.parameters.clone(), &Sources::default()).unwrap()
+    fn declared(&self, kind: UpdateKind, adapter_config: String, tensors: &[(TensorEntry, Vec<u8>)]) -> DeclaredPush {
+        let header = Arc::new(UpdateHeader { adapter_config, ..UpdateHeader::new(kind) });
+        let entries = tensors.iter().map(|(entry, _)| entry.clone()).collect();
+        DeclaredPush::open(header, entries, self.parameters.clone(), &Sources::default()).unwrap()
     }
 
     /// A directory with this model's files and other values.
@@ -300,11 +296,13 @@ impl Setup {
     }
 }
 
-fn write_all(mut receiver: Receiver, tensors: &[(TensorEntry, Vec<u8>)]) -> Receiver {
+/// Writes all tensors that have bytes. Returns those that are to be written in place.
+fn write_all(push: &mut ReceivingPush, tensors: &[(TensorEntry, Vec<u8>)]) -> Tensors {
+    let mut complete = Tensors::default();
     for (i, (_, bytes)) in tensors.iter().enumerate().filter(|(_, (_, bytes))| !bytes.is_empty()) {
-        receiver.write(i as u32, 0, bytes).unwrap();
+        push.write(i as u32, 0, bytes).unwrap().into_iter().for_each(|tensors| complete.extend(tensors));
     }
-    receiver
+    complete
 }
 
 fn float_tensors(tensors: Vec<(String, Vec<usize>, Vec<f32>)>) -> Vec<(TensorEntry, Vec<u8>)> {

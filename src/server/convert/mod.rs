@@ -20,9 +20,7 @@ use std::time::Duration;
 pub(super) use lifecycle::{asleep, drain_mode, lifecycle, sleep_level, sleep_reply, wake_tags};
 pub(super) use prompt::tokens;
 pub(super) use timeline::timeline;
-pub(super) use update::{
-    ReceivedFacts, Terms, ValidHeader, adapters, dtype, header, open_update, tensors, update_reply,
-};
+pub(super) use update::{adapters, describe, dtype, header, open_update, tensors, update_reply, verified};
 
 use super::context::ModelFacts;
 use super::pb;

@@ -3,13 +3,12 @@
 use std::time::Duration;
 
 use super::{MAX_ADAPTER_NAME_BYTES, MAX_PARAMETER_NAME_BYTES, check_length};
-use crate::engine::{AdapterStatus, AdapterTarget, OpenUpdate, RunningPolicy, UpdateReply};
+use crate::engine::{AdapterStatus, AdapterTarget, RunningPolicy, UpdateReply, UpdateStatus};
 use crate::error::{Error, Result};
 use crate::observe::{PushGuard, PushKind, Transport};
 use crate::server::context::ServerInfo;
 use crate::server::pb;
-use crate::types::WeightVersion;
-use crate::weights::{Allocation, Dtype, Received, Source, TensorEntry, UpdateKind, UpdateSpec};
+use crate::weights::{Allocation, Dtype, Source, TensorEntry, UpdateHeader, UpdateKind, VerifiedPush};
 
 /// Longest adapter_config.json in bytes: one that names each module of a large model has some 100 KiB.
 const MAX_ADAPTER_CONFIG_BYTES: usize = 1 << 20;
@@ -20,50 +19,29 @@ const MAX_PATH_BYTES: usize = 4096;
 /// Longest UUID of a device in bytes, with room for a prefix.
 const MAX_UUID_BYTES: usize = 64;
 
-/// A checked `Header`: what is pushed, and under which conditions.
-#[derive(Debug)]
-pub(in crate::server) struct ValidHeader {
-    pub(in crate::server) spec: UpdateSpec,
-    pub(in crate::server) terms: Terms,
+/// Tells observers the kind and the transport of a push.
+pub(in crate::server) fn describe(header: &UpdateHeader, push: &PushGuard) {
+    let kind = match header.kind {
+        UpdateKind::Lora if header.adapter.is_some() => PushKind::Adapter,
+        UpdateKind::Lora => PushKind::Lora,
+        UpdateKind::Full => PushKind::Full,
+        UpdateKind::Delta => PushKind::Delta,
+    };
+    let transport = match header.source {
+        Source::Inline => Transport::Inline,
+        Source::Broadcast(_) => Transport::Broadcast,
+        Source::SharedMemory(_) => Transport::SharedMemory,
+        Source::Directory(_) => Transport::Directory,
+        Source::DeviceMemory => Transport::DeviceMemory,
+    };
+    push.is(kind, transport, header.adapter.as_ref().map(|adapter| adapter.name.as_str()));
 }
 
-impl ValidHeader {
-    /// Tells observers what is pushed.
-    pub(in crate::server) fn describe(&self, push: &PushGuard) {
-        let kind = match self.terms.kind {
-            UpdateKind::Lora if self.terms.adapter.is_some() => PushKind::Adapter,
-            UpdateKind::Lora => PushKind::Lora,
-            UpdateKind::Full => PushKind::Full,
-            UpdateKind::Delta => PushKind::Delta,
-        };
-        let transport = match self.spec.source {
-            Source::Inline => Transport::Inline,
-            Source::Broadcast(_) => Transport::Broadcast,
-            Source::SharedMemory(_) => Transport::SharedMemory,
-            Source::Directory(_) => Transport::Directory,
-            Source::DeviceMemory => Transport::DeviceMemory,
-        };
-        push.is(kind, transport, self.terms.adapter.as_ref().map(|adapter| adapter.name.as_str()));
-    }
-}
-
-/// The conditions of an update that the engine decides by.
-#[derive(Clone, Debug, PartialEq)]
-pub(in crate::server) struct Terms {
-    pub(in crate::server) kind: UpdateKind,
-    pub(in crate::server) adapter: Option<AdapterTarget>,
-    pub(in crate::server) expected_version: Option<WeightVersion>,
-    pub(in crate::server) new_version: Option<WeightVersion>,
-    pub(in crate::server) force_version: bool,
-    pub(in crate::server) running: RunningPolicy,
-    pub(in crate::server) in_place: bool,
-}
-
-/// Checks the header of an update.
+/// Checks the header of an update, and the tensors that it declares.
 ///
 /// # Errors
 /// `InvalidArgument` with the path of the field.
-pub(in crate::server) fn header(header: pb::Header) -> Result<ValidHeader> {
+pub(in crate::server) fn header(header: pb::Header) -> Result<(UpdateHeader, Vec<TensorEntry>)> {
     let running = running_policy(header.running)?;
     let kind = match header.kind() {
         pb::UpdateKind::Lora => UpdateKind::Lora,
@@ -84,27 +62,19 @@ pub(in crate::server) fn header(header: pb::Header) -> Result<ValidHeader> {
         return Err(Error::invalid("header.expected_version", "is missing; a DELTA is against a version, name it"));
     }
     check_length("header.adapter_config", &header.adapter_config, MAX_ADAPTER_CONFIG_BYTES)?;
-    let source = source(header.source)?;
-    let adapter = adapter_target(header.adapter, header.expected_generation)?;
-    Ok(ValidHeader {
-        terms: Terms {
-            kind,
-            expected_version: header.expected_version,
-            new_version: header.new_version,
-            force_version: header.force_version,
-            running,
-            in_place: header.in_place,
-            adapter: adapter.clone(),
-        },
-        spec: UpdateSpec {
-            kind,
-            adapter_config: header.adapter_config,
-            unmerged: adapter.is_some(),
-            tensors: tensors(header.tensors, 0)?,
-            total_bytes: header.total_bytes,
-            source,
-        },
-    })
+    let checked = UpdateHeader {
+        kind,
+        source: source(header.source)?,
+        adapter: adapter_target(header.adapter, header.expected_generation)?,
+        adapter_config: header.adapter_config,
+        expected_version: header.expected_version,
+        new_version: header.new_version,
+        force_version: header.force_version,
+        running,
+        in_place: header.in_place,
+        total_bytes: header.total_bytes,
+    };
+    Ok((checked, tensors(header.tensors, 0)?))
 }
 
 /// Checks the tensors that a header or a manifest declares. `first` is the index of the first one within the stream.
@@ -189,53 +159,44 @@ fn adapter_target(name: String, expected_generation: Option<u64>) -> Result<Opti
     Ok((!name.is_empty()).then_some(AdapterTarget { name, expected_generation }))
 }
 
-pub(in crate::server) fn open_update(open: &OpenUpdate) -> pb::OpenUpdate {
-    let kind = match open.kind {
+pub(in crate::server) fn open_update(update: &UpdateStatus) -> pb::OpenUpdate {
+    let kind = match update.header.kind {
         UpdateKind::Lora => pb::UpdateKind::Lora,
         UpdateKind::Full => pb::UpdateKind::Full,
         UpdateKind::Delta => pb::UpdateKind::Delta,
     };
     pb::OpenUpdate {
-        id: open.id,
-        peer: open.peer.clone(),
+        id: update.id,
+        peer: update.peer.clone(),
         kind: kind.into(),
-        adapter: open.adapter.clone().unwrap_or_default(),
-        new_version: open.new_version,
-        open_seconds: open.open_for.as_secs_f64(),
-        idle_seconds: open.idle_for.as_secs_f64(),
-        committed: open.committed,
+        adapter: update.header.adapter.as_ref().map(|adapter| adapter.name.clone()).unwrap_or_default(),
+        new_version: update.header.new_version,
+        open_seconds: update.open_for.as_secs_f64(),
+        idle_seconds: update.idle_for.as_secs_f64(),
+        committed: update.committed,
     }
 }
 
-/// The reply to a commit. `staging` is the time from the header's arrival to the end of the verification.
-pub(in crate::server) fn update_reply(
-    reply: UpdateReply,
-    facts: &ReceivedFacts,
-    staging: Duration,
-) -> pb::UpdateResponse {
+/// The part of the reply to a commit that is known before it. `staging` is the time from the header's arrival to the
+/// end of the verification.
+pub(in crate::server) fn verified(push: &VerifiedPush, staging: Duration) -> pb::UpdateResponse {
+    pb::UpdateResponse {
+        digest: push.digest.to_vec(),
+        parameters: saturated(push.parameters),
+        bytes: push.bytes,
+        staging_milliseconds: staging.as_secs_f64() * 1e3,
+        ..Default::default()
+    }
+}
+
+/// The reply to a commit of a push, of which `verified` is known.
+pub(in crate::server) fn update_reply(reply: &UpdateReply, verified: pb::UpdateResponse) -> pb::UpdateResponse {
     pb::UpdateResponse {
         weight_version: reply.weight_version,
-        digest: facts.digest.to_vec(),
-        parameters: facts.parameters,
-        bytes: facts.bytes,
         pause_milliseconds: reply.pause.as_secs_f64() * 1e3,
-        staging_milliseconds: staging.as_secs_f64() * 1e3,
         pending: reply.pending,
         adapter_generation: reply.adapter_generation,
-    }
-}
-
-/// Facts of a push that its reply reports, kept after its content has gone to the engine.
-#[derive(Clone, Copy, Debug, Default)]
-pub(in crate::server) struct ReceivedFacts {
-    pub(in crate::server) digest: [u8; 16],
-    pub(in crate::server) bytes: u64,
-    parameters: u32,
-}
-
-impl From<&Received> for ReceivedFacts {
-    fn from(received: &Received) -> Self {
-        Self { digest: received.digest, bytes: received.bytes, parameters: saturated(received.parameters) }
+        ..verified
     }
 }
 

@@ -9,15 +9,16 @@ use tonic::{Request, Response, Status, Streaming};
 use super::deadline::{answer, deadline_of};
 use super::messages::Messages;
 use super::status::to_status;
-use crate::engine::Command;
+use crate::engine::{Command, UpdateSender};
 use crate::error::{Error, Result};
 use crate::memory::Traffic;
+use crate::observe::PushGuard;
 use crate::server::calls::{CancelOnDrop, ask};
 use crate::server::context::ServingContext;
 use crate::server::convert;
 use crate::server::gate::Gate;
 use crate::server::pb::{self, update_request::Kind};
-use crate::server::pushes::{self, PushThread, Sender, VerifiedPush};
+use crate::server::pushes::{self, PushThread, StagedUpdate};
 
 #[derive(Clone)]
 pub(super) struct WeightsService {
@@ -55,9 +56,9 @@ impl WeightsService {
     where
         S: Stream<Item = tonic::Result<Bytes>> + Unpin,
     {
-        let receive = |context: Arc<ServingContext>, sender: Sender| async move {
+        let receive = |context: Arc<ServingContext>, sender: UpdateSender, noted| async move {
             let messages = messages.with_patience(sender.activity.clone(), context.update_idle);
-            receive_push(&context, messages, sender).await
+            receive_push(&context, messages, sender, noted).await
         };
         pushes::transact(&self.gate, peer, receive).await
     }
@@ -146,16 +147,18 @@ impl pb::weights_server::Weights for WeightsService {
 async fn receive_push<S>(
     context: &Arc<ServingContext>,
     mut messages: Messages<S>,
-    sender: Sender,
-) -> Result<VerifiedPush>
+    sender: UpdateSender,
+    noted: PushGuard,
+) -> Result<StagedUpdate>
 where
     S: Stream<Item = tonic::Result<Bytes>> + Unpin,
 {
     let Some(Kind::Header(header)) = messages.next().await? else {
         return Err(Error::invalid("header", "is missing; it is the first message of an update"));
     };
-    let mut push = PushThread::open(context, convert::header(header)?, sender).await?;
-    let mut declared = push.declared();
+    let (header, tensors) = convert::header(header)?;
+    let mut declared = tensors.len();
+    let mut push = PushThread::open(context, header, tensors, sender, noted).await?;
     loop {
         match messages.next().await? {
             Some(Kind::Chunk(chunk)) => push.chunk(chunk).await?,

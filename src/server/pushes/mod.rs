@@ -7,28 +7,28 @@ use std::future::Future;
 use std::sync::Arc;
 use std::time::Instant;
 
-pub(super) use thread::{PushThread, Sender, VerifiedPush};
+pub(super) use thread::{PushThread, StagedUpdate};
 
 use super::calls::{CancelOnDrop, ask_patiently, reply_channel};
 use super::context::ServingContext;
 use super::convert;
 use super::gate::Gate;
 use super::pb;
-use crate::engine::{Activity, Command};
+use crate::engine::{Activity, Command, UpdateSender};
 use crate::error::{Error, Result};
 use crate::observe::PushGuard;
 
-/// One transaction, of which observers are told however it ends: see [`unnoted`].
+/// One transaction, whose end is reported to observers: see [`unnoted`].
 ///
 /// # Errors
 /// As for [`unnoted`].
 pub(super) async fn transact<R>(
     gate: &Gate,
     peer: String,
-    receive: impl FnOnce(Arc<ServingContext>, Sender) -> R,
+    receive: impl FnOnce(Arc<ServingContext>, UpdateSender, PushGuard) -> R,
 ) -> Result<pb::UpdateResponse>
 where
-    R: Future<Output = Result<VerifiedPush>>,
+    R: Future<Output = Result<StagedUpdate>>,
 {
     let noted = gate.observer.journal.push();
     unnoted(gate, peer, &noted, receive).await.inspect_err(|error| {
@@ -48,25 +48,26 @@ async fn unnoted<R>(
     gate: &Gate,
     peer: String,
     noted: &PushGuard,
-    receive: impl FnOnce(Arc<ServingContext>, Sender) -> R,
+    receive: impl FnOnce(Arc<ServingContext>, UpdateSender, PushGuard) -> R,
 ) -> Result<pb::UpdateResponse>
 where
-    R: Future<Output = Result<VerifiedPush>>,
+    R: Future<Output = Result<StagedUpdate>>,
 {
     let started = Instant::now();
     let (context, _running) = gate.admit()?;
     let (ended, mut cancelled) = reply_channel();
     let cancel = CancelOnDrop::new(&context.engine);
-    let sender = Sender { peer, activity: Activity::start(), cancel: cancel.flag.clone(), ended, noted: noted.clone() };
-    let verified = tokio::select! {
-        verified = receive(context.clone(), sender) => verified?,
+    let sender = UpdateSender { peer, cancel: cancel.flag.clone(), activity: Activity::start(), ended };
+    let staged = tokio::select! {
+        staged = receive(context.clone(), sender, noted.clone()) => staged?,
         Ok(error) = &mut cancelled => return Err(error),
         () = gate.ending() => return Err(Error::Unavailable("the server is shutting down".into())),
     };
     let took = started.elapsed();
-    let VerifiedPush { update, content, facts, new_version } = verified;
-    noted.commits(facts.bytes, facts.digest);
-    let commit = |reply| Command::CommitUpdate { update, content, new_version, reply };
+    let StagedUpdate { id, push, new_version } = staged;
+    noted.commits(push.bytes, push.digest);
+    let verified = convert::verified(&push, took);
+    let commit = |reply| Command::CommitUpdate { update: id, content: push.update, new_version, reply };
     let reply = match ask_patiently(&context.engine, commit).await? {
         // CancelUpdate came just before the commit.
         Err(error) => return Err(cancelled.try_recv().unwrap_or(error)),
@@ -84,5 +85,5 @@ where
         pending = reply.pending,
         "weights updated"
     );
-    Ok(convert::update_reply(reply, &facts, took))
+    Ok(convert::update_reply(&reply, verified))
 }

@@ -8,7 +8,7 @@ use crate::error::{Error, Result};
 use crate::server::pb;
 use crate::weights::{BROADCAST_BUFFER_BYTES, Dtype, TensorEntry};
 
-/// How a trainer puts tensors together. What a push does not say holds from the group's beginning.
+/// How a trainer puts tensors together. Members that a push leaves out have their values from the group's beginning.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(in crate::server) struct Packing {
     /// Whether it broadcasts several tensors at once, as bytes, or each by itself.

@@ -27,7 +27,7 @@ pub(super) use layout::{Announced, Packing, dtype};
 /// Orders that wait for those before them.
 const QUEUE: usize = 4;
 
-/// What a trainer orders.
+/// An order of a trainer.
 enum Order {
     /// Make a group with these, in place of the one there may be.
     Join(Rendezvous, RankRange, Packing),

@@ -11,13 +11,13 @@ use tokio::time::timeout;
 use super::layout::{Announced, Cursor, Packing, broadcasts};
 use super::{Call, Groups, Order, Waiter};
 use crate::comm::{ByteSink, TrainerGroup, TrainerTimeout};
-use crate::engine::RunningPolicy;
+use crate::engine::UpdateSender;
 use crate::error::{Error, Result};
+use crate::observe::PushGuard;
 use crate::server::context::ServingContext;
-use crate::server::convert::{Terms, ValidHeader};
 use crate::server::gate::Gate;
-use crate::server::pushes::{PushThread, Sender, VerifiedPush, transact};
-use crate::weights::{Source, SourceRoom, TensorEntry, UpdateKind, UpdateSpec, largest_broadcast, most_announced};
+use crate::server::pushes::{PushThread, StagedUpdate, transact};
+use crate::weights::{Source, TensorEntry, TransitBytes, UpdateHeader, UpdateKind, largest_broadcast, most_announced};
 
 /// Pieces of what is broadcast that wait for those before them.
 const PIECES: usize = 2;
@@ -132,7 +132,7 @@ impl Link {
         }
         let (gate, mut waiter) = (self.gate.clone(), Some(waiter));
         let (link, slot) = (&mut *self, &mut waiter);
-        let receive = |context, sender| async move { link.receive_push(context, sender, slot).await };
+        let receive = |context, sender, noted| async move { link.receive_push(context, sender, noted, slot).await };
         let result = transact(&gate, peer, receive).await;
         // It has ended in the middle of receiving, or between two calls: nobody receives what is broadcast from now on.
         if std::mem::take(&mut self.is_receiving) || waiter.is_none() {
@@ -147,13 +147,14 @@ impl Link {
     async fn receive_push(
         &mut self,
         context: Arc<ServingContext>,
-        sender: Sender,
+        sender: UpdateSender,
+        noted: PushGuard,
         waiter: &mut Option<Waiter>,
-    ) -> Result<VerifiedPush> {
+    ) -> Result<StagedUpdate> {
         let activity = sender.activity.clone();
         let packing = self.joined.as_ref().ok_or_else(no_group)?.packing;
-        let header = header(&context, room(&context, packing));
-        let mut push = PushThread::open(&context, header, sender).await?;
+        let header = header(&context, packing);
+        let mut push = PushThread::open(&context, header, Vec::new(), sender, noted).await?;
         let (mut declared, mut last) = (0, Vec::new());
         loop {
             if let Some(waiter) = waiter.take() {
@@ -171,12 +172,11 @@ impl Link {
                 }
                 Order::Finish(version) => {
                     *waiter = Some(caller);
-                    let mut verified = push.finish().await?;
-                    verified.new_version = version;
+                    let staged = push.finish().await?;
                     if let Some(joined) = &mut self.joined {
                         joined.last = last;
                     }
-                    return Ok(verified);
+                    return Ok(StagedUpdate { new_version: version, ..staged });
                 }
                 Order::Begin(_) => {
                     let why = "a weight update is under way; POST /finish_weight_update first";
@@ -275,32 +275,15 @@ fn broadcast_bytes(context: &ServingContext, packing: Packing) -> u64 {
     largest_broadcast(&context.parameters, packing.buffer())
 }
 
-/// What receiving takes: on each device one broadcast, and on the host what is on its way from there.
-fn room(context: &ServingContext, packing: Packing) -> SourceRoom {
-    let of_devices = (context.trainers.ranks() as u64).saturating_mul(broadcast_bytes(context, packing));
-    SourceRoom { of_devices, of_host: PIECES_BYTES }
-}
-
-/// The header of a push whose tensors are declared as they come.
-fn header(context: &ServingContext, room: SourceRoom) -> ValidHeader {
-    let spec = UpdateSpec {
-        kind: UpdateKind::Full,
-        adapter_config: String::new(),
-        unmerged: false,
-        tensors: Vec::new(),
+/// The header of a push whose tensors are declared as they come. It takes the memory of one broadcast on each device,
+/// and on the host that of the pieces on their way from there.
+fn header(context: &ServingContext, packing: Packing) -> UpdateHeader {
+    let on_devices = (context.trainers.ranks() as u64).saturating_mul(broadcast_bytes(context, packing));
+    UpdateHeader {
         total_bytes: Some(most_announced(&context.parameters)),
-        source: Source::Broadcast(room),
-    };
-    let terms = Terms {
-        kind: UpdateKind::Full,
-        adapter: None,
-        expected_version: None,
-        new_version: None,
-        force_version: false,
-        running: RunningPolicy::Keep,
-        in_place: false,
-    };
-    ValidHeader { spec, terms }
+        source: Source::Broadcast(TransitBytes { on_devices, on_host: PIECES_BYTES }),
+        ..UpdateHeader::new(UpdateKind::Full)
+    }
 }
 
 fn no_update() -> Error {

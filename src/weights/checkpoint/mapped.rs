@@ -18,7 +18,7 @@ pub(super) struct MappedFile {
     opened: FileStamp,
 }
 
-/// What the system knows of a file's content. Between two equal stamps nobody has written to the file, as far as the
+/// The system's record of changes to a file. Between two equal stamps no process has written to the file, as far as the
 /// resolution of the system's clock can tell.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct FileStamp {

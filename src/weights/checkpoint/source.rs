@@ -13,7 +13,7 @@ use super::safetensors::SafetensorsCheckpoint;
 use super::{Checkpoint, is_there, unreadable};
 use crate::error::{Error, Result};
 
-/// What `--model` names.
+/// The model that `--model` names.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum ModelSource {
     /// A Hugging Face directory: config.json, tokenizer.json, safetensors.

@@ -18,8 +18,8 @@ type Module = BTreeMap<TensorRole, usize>;
 
 impl AdapterSpec {
     /// Checks an adapter's tensors against `config`, the text of `adapter_config.json`, and the model. Without a
-    /// configuration and tensors it is the adapter that changes nothing. What the check takes is counted in `traffic`
-    /// meanwhile.
+    /// configuration and tensors it is the adapter that changes nothing. The memory for the check is counted in
+    /// `traffic` meanwhile.
     ///
     /// # Errors
     /// `InvalidArgument` naming the tensor or the configuration's field that is unknown, missing, twice, of another
@@ -39,7 +39,7 @@ impl AdapterSpec {
     }
 }
 
-/// What an adapter changes, by the parameter's name.
+/// The changes by an adapter, by the parameter's name.
 ///
 /// # Errors
 /// See [`AdapterSpec::new`](super::AdapterSpec::new).
@@ -364,7 +364,7 @@ impl Checker<'_> {
     /// Rows and columns of the weight matrix that `tensor` adapts.
     ///
     /// # Errors
-    /// `InvalidArgument` naming `tensor` if `parameter` is no matrix of the model.
+    /// `InvalidArgument` naming `tensor` if `parameter` is not a matrix of the model.
     fn matrix(&self, parameter: &str, tensor: usize) -> Result<(usize, usize)> {
         match self.parameters.get(parameter).map(|spec| spec.shape.as_slice()) {
             Some(&[rows, cols]) => Ok((rows, cols)),

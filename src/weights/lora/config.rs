@@ -25,7 +25,7 @@ const UNSUPPORTED: [&str; 11] = [
 /// Beginnings of the values of `init_lora_weights` with which the trainer adapts another base than the checkpoint, or
 /// PEFT rounds the merge in another way.
 const OTHER_BASES: [&str; 6] = ["pissa", "corda", "olora", "loftq", "lora_ga", "mica"];
-/// What each byte of the text takes as fields. Most are taken by lists of short lists: 52 bytes.
+/// Memory for each byte of the text as fields. Lists of short lists take the most: 52 bytes.
 const FIELD_BYTES: u64 = 64;
 
 /// The fields of PEFT's `LoraConfig` that decide a merge. Fields that are missing have PEFT's defaults.
@@ -56,7 +56,7 @@ pub(super) enum TrainedBias {
 }
 
 impl AdapterConfig {
-    /// Reads the text of `adapter_config.json`. What that takes is counted in `traffic` before.
+    /// Reads the text of `adapter_config.json`. The memory for that is counted in `traffic` before.
     ///
     /// # Errors
     /// `InvalidArgument` naming the field that is wrong or not supported; `ResourceExhausted` if there is no memory to

@@ -37,7 +37,7 @@ pub struct AdapterTensor<'a> {
 /// A checked adapter with its values: what it changes of which parameter.
 #[derive(Debug, Default)]
 pub struct Adapter {
-    /// What the adapter changes of each parameter, by the parameter's name.
+    /// The change of each parameter, by the parameter's name.
     changes: BTreeMap<String, WeightChange>,
 }
 
@@ -72,7 +72,7 @@ impl Adapter {
         self.changes.contains_key(parameter)
     }
 
-    /// What the adapter changes of a parameter; `None` if it does not touch it.
+    /// The change of a parameter by the adapter; `None` if it does not touch it.
     pub fn change(&self, parameter: &str) -> Option<&WeightChange> {
         self.changes.get(parameter)
     }

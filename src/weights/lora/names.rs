@@ -1,9 +1,9 @@
 //! The names of an adapter's tensors, as PEFT's `save_pretrained` and `state_dict` write them.
 
-/// What the name of every tensor of an adapter starts with.
+/// The beginning of the name of every tensor of an adapter.
 pub(super) const PREFIX: &str = "base_model.model.";
 
-/// What a tensor of an adapter is to the module that it belongs to.
+/// The role of a tensor of an adapter in the module that it belongs to.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(super) enum TensorRole {
     A,

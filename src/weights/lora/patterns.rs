@@ -19,11 +19,11 @@ const MAX_REGEXES: usize = 1024;
 const COMPILED_BYTES_EACH: usize = 64 << 10;
 /// Most bytes of a table's compiled expressions. It bounds the time that a match takes too.
 const COMPILED_BYTES: usize = 2 << 20;
-/// What compiling takes at a time, as a multiple of the limit on the result. Measured: 5 times.
+/// Memory for compiling at a time, as a multiple of the limit on the result. Measured: 5 times.
 const COMPILING: u64 = 6;
-/// What each byte of an expression takes while it is parsed. Measured: 514 bytes for `||||`.
+/// Memory for each byte of an expression while it is parsed. Measured: 514 bytes for `||||`.
 const PARSED_BYTES: u64 = 640;
-/// What a class of Unicode characters takes while it is parsed. Measured: 51 KB for `(?i:\P{gr_base})`.
+/// Memory for a class of Unicode characters while it is parsed. Measured: 51 KB for `(?i:\P{gr_base})`.
 const CLASS_BYTES: u64 = 64 << 10;
 
 /// A table of module patterns with their values.
@@ -38,13 +38,13 @@ pub(super) struct Patterns<T> {
 }
 
 impl<T: Copy> Patterns<T> {
-    /// Compiles the entries of the table `field`. What is compiled is counted in `charge` before it takes memory.
+    /// Compiles the entries of the table `field`. The memory for each is counted in `charge` before it is taken.
     ///
     /// # Errors
     /// `InvalidArgument` on `field`; `ResourceExhausted` if there is no memory to compile the expressions.
     pub fn new(field: &str, table: Vec<(&str, T)>, charge: &mut Charge) -> Result<Self> {
         let field = format!("adapter_config.{field}");
-        // As in a dict of Python, a key that comes again has its last value at its first place.
+        // As in a dict of Python, a repeated key has its last value at its first place.
         let (mut keys, mut values, mut seen) = (Vec::new(), Vec::new(), HashMap::new());
         for (key, value) in table {
             match seen.get(key) {

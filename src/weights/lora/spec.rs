@@ -1,4 +1,4 @@
-//! What an adapter will change of which parameter, known before its values are there.
+//! The changes that an adapter will make to each parameter, known before its values are there.
 
 use std::collections::BTreeMap;
 
@@ -11,7 +11,7 @@ use crate::weights::parameters::{Dtype, TensorData};
 /// An adapter whose names and shapes fit the model, before its values are there.
 #[derive(Debug)]
 pub struct AdapterSpec {
-    /// What the adapter will change of each parameter, by the parameter's name.
+    /// The change of each parameter, by the parameter's name.
     pub(super) changes: BTreeMap<String, ChangeSpec>,
     /// The dtype in which the weights serve.
     pub(super) serving: Dtype,
@@ -56,7 +56,7 @@ pub(super) struct LowRankSpec {
     pub kind: FactorKind,
 }
 
-/// What a pair of factors is to the matrix that it changes.
+/// How a pair of factors relates to the matrix that it changes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum FactorKind {
     /// The matrix is a linear layer's alone.

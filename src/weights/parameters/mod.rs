@@ -1,6 +1,7 @@
 //! The parameters of a model: their names and shapes ([`ParamSpec`]), how they are divided among ranks ([`ShardRule`]),
-//! and values of them ([`TensorData`]).
+//! values of them ([`TensorData`]), and the names under which trainers send them ([`ParameterMapping`]).
 
+mod names;
 mod partition;
 mod shard;
 mod tensor;
@@ -9,6 +10,7 @@ use std::collections::HashMap;
 
 use crate::error::Result;
 
+pub(in crate::weights) use names::{EMBEDDING, ParameterMapping, largest_tensor_bytes, nearest, resolve};
 pub use partition::Partition;
 pub use shard::{ParamSpec, ShardRule, Slice, head_range, matrix_shape};
 pub use tensor::{Dtype, TensorData};

@@ -3,10 +3,14 @@
 use std::collections::{HashMap, HashSet};
 use std::sync::Arc;
 
-use super::names::{self, EMBEDDING, ParameterMapping};
-use super::{TensorEntry, UpdateKind};
+use twox_hash::xxhash3_128::Hasher;
+
+use super::tensor::PushedTensor;
+use super::transport::OpenSource;
+use super::verify::Digest;
 use crate::error::{Error, Result};
-use crate::weights::Parameters;
+use crate::weights::parameters::{EMBEDDING, ParameterMapping, Parameters, nearest, resolve};
+use crate::weights::update::{TensorEntry, UpdateKind};
 
 /// Most tensors of a push: more than any model has, mixtures of experts with an adapter on each included.
 const MAX_TENSORS: usize = 1 << 20;
@@ -16,32 +20,35 @@ const MAX_NAME_BYTES: usize = 512;
 const MAX_DIMENSIONS: usize = 8;
 /// Most bytes of one buffer that the model does not need.
 const MAX_BUFFER_BYTES: usize = 1 << 20;
-
-/// A declared tensor that fits the model.
-#[derive(Debug)]
-pub(super) struct Declared {
-    pub entry: TensorEntry,
-    /// The parameters that the tensor brings; empty for LORA, where the adapter's configuration decides.
-    pub mapping: ParameterMapping,
-    /// Bytes of the tensor as transported.
-    pub bytes: usize,
-}
+/// Most bytes that a FULL push may announce for buffers that the model does not need.
+const BUFFER_BYTES: u64 = 64 << 20;
 
 /// The tensors of a push that have been declared so far.
-#[derive(Debug)]
 pub(super) struct Manifest {
-    kind: UpdateKind,
-    parameters: Arc<Parameters>,
-    tensors: Vec<Declared>,
+    pub kind: UpdateKind,
+    pub parameters: Arc<Parameters>,
+    pub tensors: Vec<PushedTensor>,
     names: HashSet<String>,
     /// The index of the tensor that brings a parameter, by the parameter's name.
     covered: HashMap<String, usize>,
     /// In a model whose head is the embedding: the index of the tensor that is named as the head.
     head: Option<usize>,
     /// Bytes of the declared tensors.
-    declared: u64,
+    pub declared: u64,
     /// Bytes of all tensors that will be declared, once that is known.
     announced: Option<u64>,
+}
+
+/// Most bytes that a FULL push may announce.
+pub(crate) fn most_announced(parameters: &Parameters) -> u64 {
+    // Twice, because a head that is the embedding can come beside it.
+    float32_bytes(parameters).saturating_mul(2).saturating_add(BUFFER_BYTES)
+}
+
+/// Bytes of all parameters in float32.
+fn float32_bytes(parameters: &Parameters) -> u64 {
+    let elements = parameters.iter().map(|spec| spec.shape.iter().product::<usize>() as u64);
+    elements.sum::<u64>().saturating_mul(size_of::<f32>() as u64)
 }
 
 fn refuse(message: String) -> Error {
@@ -52,38 +59,13 @@ impl Manifest {
     /// An empty manifest. `announced` is the bytes of all tensors; `None` if the first [`Manifest::add`] declares them
     /// all.
     pub fn new(kind: UpdateKind, parameters: Arc<Parameters>, announced: Option<u64>) -> Self {
-        Self {
-            kind,
-            parameters,
-            tensors: Vec::new(),
-            names: HashSet::new(),
-            covered: HashMap::new(),
-            head: None,
-            declared: 0,
-            announced,
-        }
-    }
-
-    pub fn tensors(&self) -> &[Declared] {
-        &self.tensors
-    }
-
-    pub fn kind(&self) -> UpdateKind {
-        self.kind
-    }
-
-    pub fn parameters(&self) -> &Arc<Parameters> {
-        &self.parameters
+        let (tensors, names, covered) = (Vec::new(), HashSet::new(), HashMap::new());
+        Self { kind, parameters, tensors, names, covered, head: None, declared: 0, announced }
     }
 
     /// Bytes of all tensors of the push, those that will be declared later among them.
     pub fn total(&self) -> u64 {
         self.announced.unwrap_or(self.declared)
-    }
-
-    /// Bytes of the tensors that have been declared.
-    pub fn declared(&self) -> u64 {
-        self.declared
     }
 
     /// Whether all tensors that were announced have been declared.
@@ -107,22 +89,42 @@ impl Manifest {
         self.head == Some(index) && self.covered.contains_key(EMBEDDING)
     }
 
-    /// Declares further tensors.
+    /// Declares further tensors, which come from `source`.
     ///
     /// # Errors
-    /// `InvalidArgument` naming the first tensor that does not fit the model or the push.
-    pub fn add(&mut self, entries: Vec<TensorEntry>) -> Result<()> {
+    /// `InvalidArgument` naming the first tensor that does not fit the model or the push; as for
+    /// [`OpenSource::file_of`].
+    pub fn add(&mut self, entries: Vec<TensorEntry>, source: &mut OpenSource) -> Result<()> {
+        let first = self.tensors.len();
         for entry in entries {
             self.add_one(entry)?;
         }
         let announced = *self.announced.get_or_insert(self.declared);
         if self.declared > announced {
-            return Err(Error::invalid(
-                "total_bytes",
-                format!("the tensors declared have {} bytes, but {announced} were announced", self.declared),
-            ));
+            let declared = self.declared;
+            let what = format!("the tensors declared have {declared} bytes, but {announced} were announced");
+            return Err(Error::invalid("total_bytes", what));
         }
-        Ok(())
+        for (index, tensor) in self.tensors.iter_mut().enumerate().skip(first) {
+            tensor.set_file(source.file_of(index, &tensor.entry)?)?;
+        }
+        self.check_head(|tensor| tensor.entry.digest)?;
+        if self.is_final() { self.check_complete() } else { Ok(()) }
+    }
+
+    /// Checks that a FULL push announces no more than the model can have. The memory for it is that of the serving
+    /// weights, whatever is announced, so that no other check would refuse nonsense.
+    ///
+    /// # Errors
+    /// `InvalidArgument` if it announces more.
+    pub fn check_total(&self) -> Result<()> {
+        let total = self.total();
+        if self.kind != UpdateKind::Full || total <= most_announced(&self.parameters) {
+            return Ok(());
+        }
+        let float32 = float32_bytes(&self.parameters);
+        let what = format!("{total} bytes are announced, but all parameters have {float32} in float32");
+        Err(Error::invalid("total_bytes", what))
     }
 
     fn add_one(&mut self, entry: TensorEntry) -> Result<()> {
@@ -148,7 +150,7 @@ impl Manifest {
         }
         let is_lora = self.kind == UpdateKind::Lora;
         let mapping = if is_lora { ParameterMapping::default() } else { self.map(index, &entry, bytes)? };
-        self.tensors.push(Declared { entry, mapping, bytes });
+        self.tensors.push(PushedTensor::new(entry, mapping, bytes));
         Ok(())
     }
 
@@ -185,8 +187,8 @@ impl Manifest {
     /// The parameters that tensor `index` of a FULL or DELTA push brings, which no other tensor has brought.
     fn map(&mut self, index: usize, entry: &TensorEntry, bytes: usize) -> Result<ParameterMapping> {
         let (name, shape) = (&entry.name, &entry.shape);
-        let mapping = names::resolve(name, &self.parameters).ok_or_else(|| {
-            let hint = match names::nearest(name, &self.parameters) {
+        let mapping = resolve(name, &self.parameters).ok_or_else(|| {
+            let hint = match nearest(name, &self.parameters) {
                 Some(known) => format!("; the nearest that it has is {known:?}"),
                 None => "; ListParameters has the names".into(),
             };
@@ -244,29 +246,43 @@ impl Manifest {
     }
 
     /// Checks that the embedding and the head are the same, where they are one parameter and both were declared.
-    /// `digest` gives the digest of a tensor by its index, where it is known.
+    /// `digest` gives the digest of a tensor, where it is known.
     ///
     /// # Errors
     /// `InvalidArgument` naming the head if their digests differ.
-    pub fn check_head(&self, digest: impl Fn(usize) -> Option<[u8; 16]>) -> Result<()> {
+    pub fn check_head(&self, digest: impl Fn(&PushedTensor) -> Option<[u8; 16]>) -> Result<()> {
         let (Some(head), Some(&embedding)) = (self.head, self.covered.get(EMBEDDING)) else {
             return Ok(());
         };
-        let dtype = |tensor: usize| self.tensors[tensor].entry.dtype;
+        let (head, embedding) = (&self.tensors[head], &self.tensors[embedding]);
         let (Some(one), Some(other)) = (digest(head), digest(embedding)) else { return Ok(()) };
-        if one == other && dtype(head) == dtype(embedding) {
+        if one == other && head.entry.dtype == embedding.entry.dtype {
             return Ok(());
         }
         Err(refuse(format!(
             "tensor {:?} is the embedding in this model, but its bytes differ from those of {:?}; send one of the two",
-            self.tensors[head].entry.name, self.tensors[embedding].entry.name
+            head.name(),
+            embedding.name()
         )))
     }
 
-    /// The indices of the tensors in the order of their names.
-    pub fn by_name(&self) -> Vec<usize> {
-        let mut order: Vec<usize> = (0..self.tensors.len()).collect();
-        order.sort_by_key(|&i| &self.tensors[i].entry.name);
-        order
+    /// The digest of a push whose tensors are all verified: XXH3-128, big-endian, over their digests in the order of
+    /// their names.
+    ///
+    /// # Errors
+    /// `InvalidArgument` naming a tensor that is not whole.
+    pub fn digest(&self) -> Result<Digest> {
+        let digest = |tensor: &PushedTensor| {
+            tensor.digest().ok_or_else(|| {
+                let (name, received, bytes) = (tensor.name(), tensor.received(), tensor.bytes);
+                refuse(format!("tensor {name:?} is not whole: {received} of its {bytes} bytes came"))
+            })
+        };
+        let digests = self.tensors.iter().map(|tensor| Ok((tensor.name(), digest(tensor)?)));
+        let mut digests = digests.collect::<Result<Vec<_>>>()?;
+        digests.sort_unstable();
+        let mut hasher = Hasher::new();
+        digests.iter().for_each(|(_, digest)| hasher.write(digest));
+        Ok(hasher.finish_128().to_be_bytes())
     }
 }

@@ -19,7 +19,9 @@ use xxhash_rust::xxh3::xxh3_128;
 
 use super::*;
 use crate::error::{Error, Result};
-use crate::weights::{ParamSpec, Parameters, Partition, ShardRule, Slice, TensorData, matrix_shape};
+use crate::weights::{
+    Allocation, Dtype, ParamSpec, Partition, ShardRule, Slice, TensorData, TransitBytes, matrix_shape,
+};
 
 const HIDDEN: usize = 8;
 const EMBEDDING: &str = "model.embed_tokens.weight";
@@ -130,31 +132,45 @@ fn total(push: &[Sent]) -> u64 {
     push.iter().map(|sent| sent.bytes.len() as u64).sum()
 }
 
-fn spec(kind: UpdateKind, push: &[Sent]) -> UpdateSpec {
-    UpdateSpec {
-        kind,
-        adapter_config: String::new(),
-        unmerged: false,
-        tensors: entries(push),
-        total_bytes: None,
-        source: Source::Inline,
-    }
+/// Declares a push with this header, whose tensors are those of `push`.
+fn declare(
+    header: UpdateHeader,
+    push: &[Sent],
+    parameters: &Arc<Parameters>,
+    sources: &Sources,
+) -> Result<DeclaredPush> {
+    DeclaredPush::open(Arc::new(header), entries(push), parameters.clone(), sources)
 }
 
-fn open(kind: UpdateKind, push: &[Sent], parameters: &Arc<Parameters>) -> Result<Receiver> {
-    Receiver::open(spec(kind, push), parameters.clone(), &Sources::default())
+fn open(kind: UpdateKind, push: &[Sent], parameters: &Arc<Parameters>) -> Result<DeclaredPush> {
+    declare(UpdateHeader::new(kind), push, parameters, &Sources::default())
+}
+
+/// A push of which `first` tensors are declared with the header.
+fn open_first(kind: UpdateKind, push: &[Sent], first: usize, parameters: &Arc<Parameters>) -> DeclaredPush {
+    let header = UpdateHeader { total_bytes: Some(total(push)), ..UpdateHeader::new(kind) };
+    declare(header, &push[..first], parameters, &Sources::default()).unwrap()
+}
+
+/// Receives a push whose tensors are kept until its end.
+fn staged(push: DeclaredPush) -> ReceivingPush {
+    push.receive(ReceiveMode::Stage).unwrap()
+}
+
+fn in_place(push: DeclaredPush) -> ReceivingPush {
+    push.receive(ReceiveMode::InPlace).unwrap()
 }
 
 /// Receives a push whose tensors are sent whole, one after the other.
-fn receive(kind: UpdateKind, push: &[Sent], parameters: &Arc<Parameters>) -> Result<Received> {
-    let mut receiver = open(kind, push, parameters)?;
+fn receive(kind: UpdateKind, push: &[Sent], parameters: &Arc<Parameters>) -> Result<VerifiedPush> {
+    let mut receiving = staged(open(kind, push, parameters)?);
     for (i, sent) in push.iter().enumerate() {
-        receiver.write(i as u32, 0, &sent.bytes)?;
+        receiving.write(i as u32, 0, &sent.bytes)?;
     }
-    receiver.finish()
+    receiving.finish()
 }
 
-fn full(received: Received) -> Arc<Tensors> {
+fn full(received: VerifiedPush) -> Arc<Tensors> {
     match received.update {
         WeightUpdate::Full(tensors) => tensors,
         other => panic!("not a FULL push: {other:?}"),

@@ -5,7 +5,8 @@ use rollout_kernels::host::first_saturated;
 use twox_hash::xxhash3_128::Hasher;
 
 use crate::error::{Error, Result};
-use crate::weights::Dtype;
+use crate::weights::parameters::Dtype;
+use crate::weights::update::TensorEntry;
 
 /// The digest of a tensor's bytes: XXH3-128, big-endian.
 pub(super) type Digest = [u8; 16];
@@ -36,34 +37,28 @@ impl Verifier {
         }
     }
 
-    /// The digest of the tensor `name`, once all its bytes were hashed and checked. `announced` is the sender's digest,
-    /// if it gave one.
-    ///
-    /// # Errors
-    /// `DataLoss` if the digest is not the announced one, else `InvalidArgument` if a value is not finite.
-    pub fn verify(&self, name: &str, announced: Option<Digest>) -> Result<Digest> {
+    /// [`verify`] of the tensor, once all its bytes were hashed and checked.
+    pub fn verify(&self, entry: &TensorEntry) -> Result<Digest> {
         let digest = self.hasher.finish_128().to_be_bytes();
-        verify(name, &Digested { digest, not_finite: self.not_finite }, announced)
+        verify(entry, &Digested { digest, not_finite: self.not_finite })
     }
 }
 
-/// The digest of the tensor `name`, all of whose bytes were hashed and checked. `announced` is the sender's digest, if
-/// it gave one.
+/// The digest of a tensor, all of whose bytes were hashed and checked.
 ///
 /// # Errors
-/// As for [`Verifier::verify`].
-pub(super) fn verify(name: &str, digested: &Digested, announced: Option<Digest>) -> Result<Digest> {
-    if announced.is_some_and(|announced| announced != digested.digest) {
-        // Without the digests: a sender would learn what lies in a file that only the server can read.
+/// `DataLoss` if the digest is not the announced one, else `InvalidArgument` if a value is not finite.
+pub(super) fn verify(TensorEntry { name, digest, .. }: &TensorEntry, digested: &Digested) -> Result<Digest> {
+    if digest.is_some_and(|announced| announced != digested.digest) {
+        // Without the digests: a sender would learn the content of a file that only the server can read.
         return Err(Error::DataLoss(format!(
             "tensor {name:?}: XXH3-128 of the bytes that came is not the announced one; send it again"
         )));
     }
     if let Some(index) = digested.not_finite {
-        return Err(Error::invalid(
-            "tensors",
-            format!("tensor {name:?} is not finite at element {index}; the trainer has diverged or sent garbage"),
-        ));
+        let what =
+            format!("tensor {name:?} is not finite at element {index}; the trainer has diverged or sent garbage");
+        return Err(Error::invalid("tensors", what));
     }
     Ok(digested.digest)
 }

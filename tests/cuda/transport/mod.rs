@@ -5,13 +5,15 @@ mod on_device;
 mod peers;
 mod trainer;
 
-use rollout_server::engine::{Activity, CancelFlag, Command, DrainMode, LifecycleStatus, SleepLevel, UpdateBegin};
+use std::sync::Arc;
+
+use rollout_server::engine::{CancelFlag, Command, DrainMode, LifecycleStatus, SleepLevel};
 use rollout_server::error::{Error, Result};
 use rollout_server::types::{SamplingParams, TokenId};
-use rollout_server::weights::{Allocation, Receiver, Source, Sources, TensorEntry, UpdateSpec};
+use rollout_server::weights::{Allocation, DeclaredPush, Source, Sources, TensorEntry};
 use trainer::{BLOCK_BYTES, Trainer, lend, open, uuid};
 
-use crate::common::{Engine, Push, Request, StateDict, random_prompts, random_weights};
+use crate::common::{Engine, Push, Request, StateDict, random_prompts, random_weights, update_sender};
 use crate::emulator::{self, emulated, gpus};
 use crate::own_driver;
 use crate::require::require;
@@ -47,16 +49,9 @@ fn bytes_of(entry: &TensorEntry) -> u64 {
     entry.shape.iter().product::<usize>() as u64 * 4
 }
 
-/// What is pushed from device memory.
-fn spec(push: &Push) -> UpdateSpec {
-    UpdateSpec {
-        kind: push.kind,
-        adapter_config: push.adapter_config.clone(),
-        unmerged: push.adapter.is_some(),
-        tensors: push.tensors.iter().map(|(entry, _)| entry.clone()).collect(),
-        total_bytes: None,
-        source: Source::DeviceMemory,
-    }
+/// The tensors of a push, as it declares them.
+fn entries(push: &Push) -> Vec<TensorEntry> {
+    push.tensors.iter().map(|(entry, _)| entry.clone()).collect()
 }
 
 fn sources(engine: &Engine) -> Sources {
@@ -65,41 +60,22 @@ fn sources(engine: &Engine) -> Sources {
 
 /// Pushes as the server does. Tensors of `later` are declared after the first ones were read.
 fn push_lent(engine: &Engine, push: &Push, later: Vec<TensorEntry>, between: impl FnOnce()) -> Result<()> {
-    let mut spec = spec(push);
+    let mut header = push.header(Source::DeviceMemory);
     if !later.is_empty() {
-        spec.total_bytes = Some(spec.tensors.iter().chain(&later).map(bytes_of).sum());
+        header.total_bytes = Some(entries(push).iter().chain(&later).map(bytes_of).sum());
     }
-    let mut receiver = Receiver::open(spec, engine.parameters().clone(), &sources(engine))?;
-    let cancel = CancelFlag::default();
-    let begin = UpdateBegin {
-        kind: push.kind,
-        adapter: push.adapter.clone(),
-        expected_version: push.expected_version,
-        new_version: push.new_version,
-        force_version: push.force_version,
-        running: push.running,
-        staging_bytes: receiver.staging_bytes(false),
-        in_place_bytes: receiver.staging_bytes(true),
-        is_broadcast: receiver.is_broadcast(),
-        shadow_bytes: receiver.shadow_bytes(),
-        in_place: push.in_place,
-        cancel: cancel.clone(),
-        peer: "10.0.0.7:4711".into(),
-        activity: Activity::start(),
-        ended: Box::new(drop),
-    };
-    let ticket = engine.ask(|reply| Command::BeginUpdate { begin, reply })?;
+    let header = Arc::new(header);
+    let declared = DeclaredPush::open(header.clone(), entries(push), engine.parameters().clone(), &sources(engine))?;
+    let (cancel, staging) = (CancelFlag::default(), declared.staging());
+    let sender = update_sender(cancel.clone());
+    let ticket = engine.ask(|reply| Command::BeginUpdate { header, staging, sender, reply })?;
     let received = (|| {
-        if let Some(shadow) = ticket.shadow {
-            receiver.pack_into(shadow);
-            receiver.read_declared()?;
-        }
+        let mut receiving = declared.receive(ticket.mode)?;
         between();
         if !later.is_empty() {
-            receiver.declare(later)?;
-            receiver.read_declared()?;
+            receiving.declare(later)?;
         }
-        receiver.finish()
+        receiving.finish()
     })();
     let content = received.inspect_err(|_| cancel.cancel())?.update;
     engine.ask(|reply| Command::CommitUpdate { update: ticket.id, content, new_version: None, reply }).map(drop)

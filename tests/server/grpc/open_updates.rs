@@ -1,23 +1,22 @@
 //! How updates end that are never committed.
 
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use rollout_server::engine::{Command, EngineStatus, OpenUpdate};
+use rollout_server::engine::{Command, EngineStatus, UpdateStatus};
 use rollout_server::error::Error;
 use rollout_server::server::pb::{self, update_request::Kind};
-use rollout_server::weights::UpdateKind;
+use rollout_server::weights::{ReceiveMode, UpdateHeader, UpdateKind};
 use tonic::Code;
 
 use super::harness::*;
 use super::updates::{Update, begin, chunk, full, norm};
 
-fn open_update() -> OpenUpdate {
-    OpenUpdate {
+fn open_update() -> UpdateStatus {
+    UpdateStatus {
         id: 7,
+        header: Arc::new(UpdateHeader { new_version: Some(3), ..UpdateHeader::new(UpdateKind::Delta) }),
         peer: "10.0.0.7:4711".into(),
-        kind: UpdateKind::Delta,
-        adapter: None,
-        new_version: Some(3),
         open_for: Duration::from_millis(2500),
         idle_for: Duration::from_millis(1500),
         committed: false,
@@ -42,15 +41,16 @@ async fn an_update_that_sends_nothing_more_is_ended() {
     let server = start_with(16, Duration::from_secs(3)).await;
     let update = Update::start(&server).await;
     update.send(Kind::Header(full())).await;
-    let begin = begin(&server, false);
-    assert!(begin.peer.starts_with("127.0.0.1:"), "{}", begin.peer);
+    let begin = begin(&server, ReceiveMode::Stage);
+    let peer = &begin.sender.peer;
+    assert!(peer.starts_with("127.0.0.1:"), "{peer}");
     update.send(chunk(0, 0, &norm()[..3])).await;
     // The stream stays open, so that only the time limit can end it.
     let status = tokio::time::timeout(PATIENCE, update.reply).await.expect("it ends").expect("no panic");
     let status = status.expect_err("ended");
     assert_eq!(status.code(), Code::Aborted, "{status}");
     assert!(status.message().contains("--update-idle-seconds"), "{status}");
-    eventually("the cancel flag", || begin.cancel.is_cancelled()).await;
+    eventually("the cancel flag", || begin.sender.cancel.is_cancelled()).await;
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
@@ -58,17 +58,17 @@ async fn an_update_is_cancelled_by_another_client_and_told_why() {
     let server = start().await;
     let update = Update::start(&server).await;
     update.send(Kind::Header(full())).await;
-    let begin = begin(&server, false);
+    let begin = begin(&server, ReceiveMode::Stage);
     let mut client = server.weights().await;
     let call = tokio::spawn(async move { client.cancel_update(pb::CancelUpdateRequest { id: Some(7) }).await });
     let Command::CancelUpdate { update: Some(7), reply } = server.command() else { panic!("not that CancelUpdate") };
-    (begin.ended)(Error::Aborted("ended by CancelUpdate".into()));
+    (begin.sender.ended)(Error::Aborted("ended by CancelUpdate".into()));
     reply(Some(open_update()));
     assert_eq!(call.await.expect("no panic").expect("answered").into_inner().update, Some(as_message()));
     let status = tokio::time::timeout(PATIENCE, update.reply).await.expect("it ends").expect("no panic");
     let status = status.expect_err("cancelled");
     assert_eq!((status.code(), status.message()), (Code::Aborted, "ended by CancelUpdate"));
-    eventually("the cancel flag", || begin.cancel.is_cancelled()).await;
+    eventually("the cancel flag", || begin.sender.cancel.is_cancelled()).await;
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
@@ -77,10 +77,10 @@ async fn an_update_that_is_cancelled_as_its_commit_comes_is_told_the_same() {
     let update = Update::start(&server).await;
     let header = pb::Header { kind: pb::UpdateKind::Lora.into(), ..Default::default() };
     update.send(Kind::Header(header)).await;
-    let begin = begin(&server, false);
+    let begin = begin(&server, ReceiveMode::Stage);
     update.send(Kind::Commit(pb::Commit {})).await;
     let Command::CommitUpdate { reply, .. } = server.command() else { panic!("not a commit") };
-    (begin.ended)(Error::Aborted("ended by CancelUpdate".into()));
+    (begin.sender.ended)(Error::Aborted("ended by CancelUpdate".into()));
     reply(Err(Error::FailedPrecondition("update 7 is not open".into())));
     let status = update.reply().await.expect_err("cancelled");
     assert_eq!((status.code(), status.message()), (Code::Aborted, "ended by CancelUpdate"));
@@ -104,14 +104,14 @@ async fn updates_that_have_not_committed_end_with_the_server() {
     let server = start().await;
     let (silent, idle) = (Update::start(&server).await, Update::start(&server).await);
     idle.send(Kind::Header(full())).await;
-    let begin = begin(&server, false);
+    let begin = begin(&server, ReceiveMode::Stage);
     let started = Instant::now();
     server.shutdown.order();
     for update in [silent, idle] {
         let status = tokio::time::timeout(PATIENCE, update.reply).await.expect("it ends").expect("no panic");
         assert_eq!(status.expect_err("the end").code(), Code::Unavailable);
     }
-    eventually("the cancel flag", || begin.cancel.is_cancelled()).await;
+    eventually("the cancel flag", || begin.sender.cancel.is_cancelled()).await;
     tokio::time::timeout(PATIENCE, server.server).await.expect("it ends").expect("no panic").expect("in good order");
     assert!(started.elapsed() < config(0).shutdown_grace / 2, "{:?}", started.elapsed());
 }

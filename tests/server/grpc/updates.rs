@@ -5,13 +5,13 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use rollout_server::engine::{
-    AdapterTarget, CancelFlag, Command, DrainMode, LifecycleStatus, RunningPolicy, SleepLevel, SleepReply, UpdateBegin,
-    UpdateReply, UpdateTicket, WakeTags,
+    AdapterTarget, CancelFlag, Command, DrainMode, LifecycleStatus, RunningPolicy, SleepLevel, SleepReply, UpdateReply,
+    UpdateSender, UpdateTicket, WakeTags,
 };
 use rollout_server::error::Error;
 use rollout_server::server::Ended;
 use rollout_server::server::pb::{self, update_request::Kind};
-use rollout_server::weights::{Slice, TensorData, UpdateKind, WeightUpdate};
+use rollout_server::weights::{ReceiveMode, Slice, StagingBytes, TensorData, UpdateHeader, UpdateKind, WeightUpdate};
 use tokio::sync::mpsc;
 use tokio_stream::wrappers::ReceiverStream;
 use tonic::{Code, Response, Status};
@@ -79,11 +79,18 @@ impl Update {
     }
 }
 
+/// An update that has begun.
+pub struct Begun {
+    pub header: Arc<UpdateHeader>,
+    pub staging: StagingBytes,
+    pub sender: UpdateSender,
+}
+
 /// Takes the command that begins the update, and lets it begin.
-pub fn begin(server: &Harness, in_place: bool) -> UpdateBegin {
-    let Command::BeginUpdate { begin, reply } = server.command() else { panic!("not a BeginUpdate") };
-    reply(Ok(UpdateTicket { id: 7, in_place, shadow: None }));
-    begin
+pub fn begin(server: &Harness, mode: ReceiveMode) -> Begun {
+    let Command::BeginUpdate { header, staging, sender, reply } = server.command() else { panic!("not a BeginUpdate") };
+    reply(Ok(UpdateTicket { id: 7, mode }));
+    Begun { header, staging, sender }
 }
 
 pub fn update_reply() -> UpdateReply {
@@ -108,10 +115,11 @@ async fn a_full_push_reaches_the_engine_whole() {
         ..full()
     };
     update.send(Kind::Header(header)).await;
-    let begin = begin(&server, false);
-    assert_eq!((begin.kind, begin.expected_version, begin.new_version), (UpdateKind::Full, Some(4), Some(5)));
-    assert_eq!((begin.running, begin.in_place), (RunningPolicy::Recompute, false));
-    assert!(begin.staging_bytes >= 112, "{}", begin.staging_bytes);
+    let begin = begin(&server, ReceiveMode::Stage);
+    let header = begin.header;
+    assert_eq!((header.kind, header.expected_version, header.new_version), (UpdateKind::Full, Some(4), Some(5)));
+    assert_eq!((header.running, header.in_place), (RunningPolicy::Recompute, false));
+    assert!(begin.staging.staged >= 112, "{:?}", begin.staging);
 
     update.send(Kind::Manifest(pb::Manifest { tensors: full().tensors[1..].to_vec() })).await;
     update.send(chunk(1, 40, &head()[40..])).await;
@@ -124,7 +132,7 @@ async fn a_full_push_reaches_the_engine_whole() {
     assert_eq!(tensors.names().collect::<Vec<_>>(), [HEAD, NORM]);
     assert_eq!(values(tensors.read(NORM, &Slice { rows: 0..4, cols: 0..1 })), [1.0, 2.0, 3.0, 4.0]);
     assert_eq!(values(tensors.read(HEAD, &Slice { rows: 1..2, cols: 2..4 })), [6.0, 7.0]);
-    assert!(!begin.cancel.is_cancelled());
+    assert!(!begin.sender.cancel.is_cancelled());
     reply(Ok(update_reply()));
     let reply = update.reply().await.expect("committed");
     assert_eq!((reply.weight_version, reply.parameters, reply.bytes), (5, 2, 112));
@@ -136,7 +144,7 @@ async fn in_place_tensors_go_to_the_engine_as_they_become_complete() {
     let server = start().await;
     let update = Update::start(&server).await;
     update.send(Kind::Header(pb::Header { in_place: true, ..full() })).await;
-    assert!(begin(&server, true).in_place);
+    assert!(begin(&server, ReceiveMode::InPlace).header.in_place);
     for (index, tensor) in [(1, head()), (0, norm())] {
         update.send(chunk(index, 0, &tensor)).await;
         let Command::WritePart { update: 7, tensors, reply } = server.command() else { panic!("not a part") };
@@ -165,9 +173,9 @@ async fn refused(messages: Vec<Kind>) -> Status {
         // The client's call ends first, however slow the machine is, and then the transaction.
         while !(is_refused.load(Ordering::SeqCst) && begun.as_ref().is_none_or(CancelFlag::is_cancelled)) {
             match commands.recv_timeout(Duration::from_millis(10)) {
-                Ok(Command::BeginUpdate { begin, reply }) => {
-                    begun = Some(begin.cancel.clone());
-                    reply(Ok(UpdateTicket { id: 1, in_place: false, shadow: None }));
+                Ok(Command::BeginUpdate { sender, reply, .. }) => {
+                    begun = Some(sender.cancel.clone());
+                    reply(Ok(UpdateTicket { id: 1, mode: ReceiveMode::Stage }));
                 }
                 Ok(Command::Look) => {}
                 Ok(Command::CommitUpdate { .. }) => panic!("a commit reached the engine"),
@@ -247,10 +255,10 @@ async fn a_client_that_vanishes_cancels_its_transaction() {
     let server = start().await;
     let update = Update::start(&server).await;
     update.send(Kind::Header(full())).await;
-    let begin = begin(&server, false);
+    let begin = begin(&server, ReceiveMode::Stage);
     update.send(chunk(0, 0, &norm())).await;
     update.reply.abort();
-    eventually("the cancel flag", || begin.cancel.is_cancelled()).await;
+    eventually("the cancel flag", || begin.sender.cancel.is_cancelled()).await;
     assert!(matches!(server.command(), Command::Look));
 }
 
@@ -338,7 +346,7 @@ async fn an_adapter_that_stays_is_named_to_the_engine() {
     };
     update.send(Kind::Header(header)).await;
     let target = AdapterTarget { name: "math".into(), expected_generation: Some(3) };
-    assert_eq!(begin(&server, false).adapter, Some(target));
+    assert_eq!(begin(&server, ReceiveMode::Stage).header.adapter, Some(target));
     update.send(Kind::Commit(pb::Commit {})).await;
     let Command::CommitUpdate { content: WeightUpdate::Lora(_), reply, .. } = server.command() else {
         panic!("not a LORA commit")
@@ -362,7 +370,7 @@ async fn a_push_that_idles_ends_with_the_engine() {
     let server = start().await;
     let update = Update::start(&server).await;
     update.send(Kind::Header(full())).await;
-    begin(&server, false);
+    begin(&server, ReceiveMode::Stage);
     server.shutdown.order();
     // The push ends with the order, and the engine may hear of that first.
     let order = std::iter::repeat_with(|| server.command()).find(|command| !matches!(command, Command::Look));

@@ -9,7 +9,7 @@ use axum::response::Response;
 use serde::Deserialize;
 use utoipa::ToSchema;
 
-use crate::engine::{AdapterStatus, Command};
+use crate::engine::{AdapterStatus, Command, UpdateSender};
 use crate::error::Error;
 use crate::server::calls::{CancelOnDrop, ask, reply_channel};
 use crate::server::context::ServingContext;
@@ -17,7 +17,7 @@ use crate::server::http::Door;
 use crate::server::http::body::JsonBody;
 use crate::server::http::error::{ErrorBody, HttpError};
 use crate::server::http::listener::Peer;
-use crate::server::pushes::{PushThread, Sender, transact};
+use crate::server::pushes::{PushThread, transact};
 use crate::server::{convert, pb};
 
 /// An adapter that shall become resident.
@@ -68,9 +68,9 @@ pub(super) async fn load(
         source: Some(pb::Source { kind: Some(pb::source::Kind::Directory(pb::Directory { path: path.clone() })) }),
         ..pb::Header::default()
     };
-    let header = convert::header(header).map_err(|error| explain(error, &name, &path))?;
-    let receive = |context: Arc<ServingContext>, sender: Sender| async move {
-        PushThread::open(&context, header, sender).await?.finish().await
+    let (header, tensors) = convert::header(header).map_err(|error| explain(error, &name, &path))?;
+    let receive = |context: Arc<ServingContext>, sender: UpdateSender, noted| async move {
+        PushThread::open(&context, header, tensors, sender, noted).await?.finish().await
     };
     match transact(&door.gate, peer.0, receive).await {
         Ok(_) => Ok(body.ignored.name_in(format!("Success: LoRA adapter '{name}' added successfully."))),

@@ -5,7 +5,7 @@ use rollout_kernels::StorageDtype;
 
 use super::*;
 
-/// What llama.cpp's converter does to query and key rows: `reshape(heads, 2, d / 2, cols).swapaxes(1, 2)`.
+/// Permutes query and key rows as llama.cpp's converter does: `reshape(heads, 2, d / 2, cols).swapaxes(1, 2)`.
 fn permute(values: &[f32], heads: usize, cols: usize) -> Vec<f32> {
     let half = values.len() / cols / heads / 2;
     let mut out = Vec::with_capacity(values.len());

@@ -8,7 +8,7 @@ use regex::Regex;
 use super::super::patterns::Patterns;
 use super::*;
 
-/// The value that PEFT finds: of the first key that matches, where a key that comes again has its last value.
+/// The value that PEFT finds: of the first key that matches, where a repeated key has its last value.
 fn found_by_peft(table: &[(&str, u32)], module: &str) -> Option<u32> {
     let matches = |key: &str| Regex::new(&format!(r"^(?:(.*\.)?({key})$)")).unwrap().is_match(module);
     let (first, _) = table.iter().find(|(key, _)| matches(key))?;

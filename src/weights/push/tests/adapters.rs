@@ -15,12 +15,12 @@ fn adapter(rng: &mut StdRng) -> Vec<Sent> {
     push
 }
 
-fn with_config(push: &[Sent]) -> UpdateSpec {
-    UpdateSpec { adapter_config: CONFIG.into(), ..spec(UpdateKind::Lora, push) }
+fn with_config() -> UpdateHeader {
+    UpdateHeader { adapter_config: CONFIG.into(), ..UpdateHeader::new(UpdateKind::Lora) }
 }
 
 /// Asserts that the adapter has the factors that were sent.
-fn check(received: Received, push: &[Sent], context: &str) {
+fn check(received: VerifiedPush, push: &[Sent], context: &str) {
     assert_eq!((received.bytes, received.parameters), (total(push), 2), "{context}");
     let WeightUpdate::Lora(adapter) = received.update else { panic!("{context}: not a LORA push") };
     for layer in 0..2 {
@@ -39,11 +39,12 @@ fn an_adapter_is_what_was_sent_whenever_it_was_declared() {
     for seed in 0..20 {
         let push = adapter(&mut rng(seed));
         for first in 0..=push.len() {
-            let spec = UpdateSpec { total_bytes: Some(total(&push)), ..with_config(&push[..first]) };
-            let mut receiver = Receiver::open(spec, parameters.clone(), &Sources::default()).unwrap();
-            let most = receiver.staging_bytes(false);
+            let header = UpdateHeader { total_bytes: Some(total(&push)), ..with_config() };
+            let declared = declare(header, &push[..first], &parameters, &Sources::default()).unwrap();
+            let most = declared.staging().staged;
+            let mut receiver = staged(declared);
             receiver.declare(entries(&push[first..])).unwrap();
-            assert!(receiver.staging_bytes(false) <= most, "seed {seed}: {first} declared at once");
+            assert!(receiver.push.staging().staged <= most, "seed {seed}: {first} declared at once");
             for (i, sent) in push.iter().enumerate() {
                 receiver.write(i as u32, 0, &sent.bytes).unwrap();
             }
@@ -58,9 +59,9 @@ fn an_adapter_that_does_not_fit_is_refused_before_its_bytes() {
     let mut push = adapter(&mut rng(1));
     // As many bytes as before, so that the manifest is complete.
     push[2].entry.shape = vec![4, 4];
-    assert!(Receiver::open(with_config(&push), parameters.clone(), &Sources::default()).is_err());
-    let spec = UpdateSpec { total_bytes: Some(total(&push)), ..with_config(&push[..2]) };
-    let mut receiver = Receiver::open(spec, parameters.clone(), &Sources::default()).unwrap();
+    assert!(declare(with_config(), &push, &parameters, &Sources::default()).is_err());
+    let header = UpdateHeader { total_bytes: Some(total(&push)), ..with_config() };
+    let mut receiver = staged(declare(header, &push[..2], &parameters, &Sources::default()).unwrap());
     assert!(receiver.declare(entries(&push[2..])).is_err());
     let whole = adapter(&mut rng(1));
     assert!(open(UpdateKind::Lora, &whole, &parameters).is_err(), "no configuration");
@@ -73,16 +74,15 @@ fn an_adapter_of_a_directory_is_the_stream() {
     let dir = tempfile::tempdir().unwrap();
     std::fs::write(dir.path().join("adapter_config.json"), CONFIG).unwrap();
     write_safetensors(&dir.path().join("adapter_model.safetensors"), &push);
-    let spec = UpdateSpec { source: Source::Directory(".".into()), ..spec(UpdateKind::Lora, &[]) };
-    let received = Receiver::open(spec.clone(), parameters.clone(), &Sources::new(Some(dir.path().into())))
-        .unwrap()
-        .finish()
-        .unwrap();
-    let mut receiver = Receiver::open(with_config(&push), parameters.clone(), &Sources::default()).unwrap();
-    push.iter().enumerate().for_each(|(i, sent)| receiver.write(i as u32, 0, &sent.bytes).unwrap());
+    let open = || {
+        let header = UpdateHeader { source: Source::Directory(".".into()), ..UpdateHeader::new(UpdateKind::Lora) };
+        declare(header, &[], &parameters, &Sources::new(Some(dir.path().into())))
+    };
+    let received = staged(open().unwrap()).finish().unwrap();
+    let mut receiver = staged(declare(with_config(), &push, &parameters, &Sources::default()).unwrap());
+    push.iter().enumerate().for_each(|(i, sent)| _ = receiver.write(i as u32, 0, &sent.bytes).unwrap());
     assert_eq!(received.digest, receiver.finish().unwrap().digest);
     check(received, &push, "directory");
     std::fs::write(dir.path().join("adapter_config.json"), " ".repeat((1 << 20) + 1)).unwrap();
-    let large = Receiver::open(spec, parameters, &Sources::new(Some(dir.path().into())));
-    refused(large, "source.directory", &["adapter_config.json has more than"]);
+    refused(open(), "source.directory", &["adapter_config.json has more than"]);
 }

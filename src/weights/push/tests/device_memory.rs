@@ -1,13 +1,14 @@
-//! What can be refused of pushes from device memory without a device; `tests/cuda/transport` has the others.
+//! Pushes from device memory that are refused without a device; `tests/cuda/transport` has the others.
 
-use rollout_kernels::{Backend, DeviceOptions, Devices};
+use rollout_kernels::{Backend, DeviceOptions, Devices, Digested};
 
+use super::super::transport::device::check_unchanged;
 use super::*;
 
-fn opened(push: &[Sent], source: Source, parameters: &Arc<Parameters>) -> Result<Receiver> {
+fn opened(push: &[Sent], source: Source, parameters: &Arc<Parameters>) -> Result<DeclaredPush> {
     let devices = Devices::open(Backend::Reference, 2, &DeviceOptions::default()).unwrap();
-    let spec = UpdateSpec { source, ..spec(UpdateKind::Full, push) };
-    Receiver::open(spec, parameters.clone(), &Sources::default().with_devices(devices))
+    let header = UpdateHeader { source, ..UpdateHeader::new(UpdateKind::Full) };
+    declare(header, push, parameters, &Sources::default().with_devices(devices))
 }
 
 fn allocation() -> Option<Allocation> {
@@ -45,5 +46,16 @@ fn allocations_are_for_device_memory_and_digests_for_all_else() {
 fn a_handle_has_its_length() {
     for bytes in (0..200).chain([1 << 20]).filter(|bytes| *bytes != 64) {
         refused(Allocation::new(String::new(), &vec![7; bytes]), "handle", &[&format!("{bytes} bytes")]);
+    }
+}
+
+#[test]
+fn a_tensor_that_changes_while_it_is_copied_is_refused_by_its_name() {
+    let found = Digested { digest: [1; 16], not_finite: None };
+    check_unchanged("a", (&found, &found.clone())).unwrap();
+    let others = [Digested { digest: [2; 16], ..found }, Digested { not_finite: Some(0), ..found }];
+    for other in others {
+        let error = check_unchanged("a", (&found, &other)).unwrap_err();
+        assert!(error.kind() == "data_loss" && error.to_string().contains("\"a\" has changed"), "{error}");
     }
 }

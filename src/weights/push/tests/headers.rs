@@ -18,9 +18,9 @@ fn member(name: &str, shape: &[usize], start: usize) -> String {
     format!(r#""{name}":{{"dtype":"F32","shape":{shape:?},"data_offsets":[{start},{end}]}}"#)
 }
 
-fn from_dir(dir: &Path, parameters: &Arc<Parameters>, traffic: &Traffic) -> Result<Receiver> {
-    let spec = UpdateSpec { source: Source::Directory(".".into()), ..spec(UpdateKind::Full, &[]) };
-    Receiver::open(spec, parameters.clone(), &Sources::new(Some(dir.into())).with_traffic(traffic.clone()))
+fn from_dir(dir: &Path, parameters: &Arc<Parameters>, traffic: &Traffic) -> Result<DeclaredPush> {
+    let header = UpdateHeader { source: Source::Directory(".".into()), ..UpdateHeader::new(UpdateKind::Full) };
+    declare(header, &[], parameters, &Sources::new(Some(dir.into())).with_traffic(traffic.clone()))
 }
 
 /// A model of one parameter `[2]` with this name.
@@ -46,7 +46,7 @@ fn metadata_is_passed_over_and_the_order_of_members_does_not_count() {
     text.push_str(r#""__metadata__":{"deep":[[[{"a":1}]]],"format":"pt"}}"#);
     std::fs::write(&path, [&(text.len() as u64).to_le_bytes()[..], text.as_bytes(), data].concat()).unwrap();
     let traffic = Traffic::new(64 << 20);
-    let received = from_dir(dir.path(), &parameters, &traffic).unwrap().finish().unwrap();
+    let received = staged(from_dir(dir.path(), &parameters, &traffic).unwrap()).finish().unwrap();
     assert_eq!(received.digest, receive(UpdateKind::Full, &push, &parameters).unwrap().digest);
     drop(received);
     assert_eq!(traffic.used(), 0, "what the files declared counts no longer than the push lives");

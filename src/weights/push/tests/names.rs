@@ -1,5 +1,5 @@
-use super::super::names::{nearest, resolve};
 use super::*;
+use crate::weights::parameters::{nearest, resolve};
 
 #[test]
 fn wrappers_change_nothing() {
@@ -132,11 +132,10 @@ fn the_head_of_a_tied_model_is_its_embedding() {
     let twice = [&alone[..], &[push[place].renamed("module.lm_head.weight")]].concat();
     refused(open(UpdateKind::Full, &twice, &parameters), "tensors", &[HEAD, "the same parameter"]);
     // In place, the embedding has been written when the head, its other name, comes.
-    let mut receiver = open(UpdateKind::Full, &both, &parameters).unwrap();
+    let mut receiver = in_place(open(UpdateKind::Full, &both, &parameters).unwrap());
     let mut written = Vec::new();
     for (i, sent) in both.iter().enumerate() {
-        receiver.write(i as u32, 0, &sent.bytes).unwrap();
-        written.extend(receiver.take_complete());
+        written.extend(receiver.write(i as u32, 0, &sent.bytes).unwrap());
     }
     assert_eq!(written.iter().map(|tensors| tensors.names().count()).sum::<usize>(), parameters.len());
     // A model whose head is not the embedding needs the head.

@@ -39,7 +39,7 @@ fn precision(parameters: &Parameters) -> StorageDtype {
 }
 
 /// Shadow weights as the ranks would give them.
-fn shadow_weights(parameters: &Parameters) -> ShadowWeights {
+pub(super) fn shadow_weights(parameters: &Parameters) -> ShadowWeights {
     let dtype = precision(parameters);
     let device = Backend::Cpu.open(&DeviceOptions::default()).unwrap();
     let shards = |rank| {
@@ -60,7 +60,7 @@ fn shadow_weights(parameters: &Parameters) -> ShadowWeights {
 }
 
 /// The values that each rank holds of each parameter.
-fn contents(received: Received, parameters: &Parameters) -> BTreeMap<Place, Vec<f32>> {
+fn contents(received: VerifiedPush, parameters: &Parameters) -> BTreeMap<Place, Vec<f32>> {
     let WeightUpdate::Packed(shadow) = received.update else { panic!("not packed: {:?}", received.update) };
     let mut contents = BTreeMap::new();
     for (rank, mut shards) in shadow.into_ranks().into_iter().enumerate() {
@@ -112,12 +112,11 @@ fn models() -> impl Iterator<Item = Arc<Parameters>> {
     worlds.flat_map(|world| [Dtype::Bf16, Dtype::F32].map(|dtype| model_of(dtype, world, false)))
 }
 
-pub(super) fn packing(mut receiver: Receiver, parameters: &Parameters) -> Receiver {
-    receiver.pack_into(shadow_weights(parameters));
-    receiver
+fn packing(push: DeclaredPush, parameters: &Parameters) -> ReceivingPush {
+    push.receive(ReceiveMode::Pack(shadow_weights(parameters))).unwrap()
 }
 
-fn same(received: Received, push: &[Sent], parameters: &Parameters, context: &str) {
+fn same(received: VerifiedPush, push: &[Sent], parameters: &Parameters, context: &str) {
     assert_eq!((received.bytes, received.parameters), (total(push), parameters.len()), "{context}");
     let (held, expected) = (contents(received, parameters), expected(push, parameters));
     assert!(held.keys().eq(expected.keys()), "{context}");
@@ -134,11 +133,9 @@ fn chunks_in_any_order_are_packed_as_they_were_sent() {
             let mut rng = rng(seed);
             let push = random_push(&mut rng, &parameters);
             let first = rng.random_range(0..=push.len());
-            let spec = UpdateSpec { total_bytes: Some(total(&push)), ..spec(UpdateKind::Full, &push[..first]) };
-            let mut receiver =
-                packing(Receiver::open(spec, parameters.clone(), &Sources::default()).unwrap(), &parameters);
+            let mut receiver = packing(open_first(UpdateKind::Full, &push, first, &parameters), &parameters);
             let (early, late) = push.split_at(first);
-            let mut send = |receiver: &mut Receiver, part: &[Sent], start: usize| {
+            let mut send = |receiver: &mut ReceivingPush, part: &[Sent], start: usize| {
                 let is_in_order = rng.random_bool(0.3);
                 let mut chunks = random_chunks(&mut rng, part);
                 // One tensor after another, so that no more than one tensor has bytes that wait.
@@ -175,9 +172,7 @@ fn fused_tensors_and_second_names_are_packed() {
             fused.shuffle(&mut rng);
             // The head may be declared, and come, before the embedding.
             let first = rng.random_range(0..fused.len());
-            let spec = UpdateSpec { total_bytes: Some(total(&fused)), ..spec(UpdateKind::Full, &fused[..first]) };
-            let mut receiver =
-                packing(Receiver::open(spec, parameters.clone(), &Sources::default()).unwrap(), &parameters);
+            let mut receiver = packing(open_first(UpdateKind::Full, &fused, first, &parameters), &parameters);
             for (i, sent) in fused.iter().enumerate() {
                 if i >= first {
                     receiver.declare(entries(&fused[i..=i])).unwrap();
@@ -209,13 +204,12 @@ fn files_are_packed_as_they_are_declared_or_at_the_end() {
             same(packing(whole, &parameters).finish().unwrap(), &push, &parameters, &format!("seed {seed}"));
 
             let source = Source::SharedMemory(segment.name());
-            let spec = UpdateSpec { source, total_bytes: Some(total(&push)), ..spec(UpdateKind::Full, &push[..2]) };
-            let mut receiver =
-                packing(Receiver::open(spec, parameters.clone(), &Sources::default()).unwrap(), &parameters);
-            receiver.read_declared().unwrap();
+            let total_bytes = Some(total(&push));
+            let header = UpdateHeader { source, total_bytes, ..UpdateHeader::new(UpdateKind::Full) };
+            let declared = declare(header, &push[..2], &parameters, &Sources::default()).unwrap();
+            let mut receiver = packing(declared, &parameters);
             for sent in &push[2..] {
                 receiver.declare(vec![sent.entry.clone()]).unwrap();
-                receiver.read_declared().unwrap();
             }
             // Tensors that have been read are not read again.
             segment.cut(0);
@@ -271,35 +265,39 @@ fn more_than_a_model_can_have_is_not_announced() {
     let push = random_push(&mut rng(5), &parameters);
     let elements: usize = parameters.iter().map(|spec| spec.shape.iter().product::<usize>()).sum();
     let most = 8 * elements as u64 + (64 << 20);
-    let announce = |bytes| UpdateSpec { total_bytes: Some(bytes), ..spec(UpdateKind::Full, &push) };
-    Receiver::open(announce(most), parameters.clone(), &Sources::default()).unwrap();
+    let announce = |bytes| {
+        let header = UpdateHeader { total_bytes: Some(bytes), ..UpdateHeader::new(UpdateKind::Full) };
+        declare(header, &push, &parameters, &Sources::default())
+    };
+    announce(most).unwrap();
     for bytes in [most + 1, 1 << 62, u64::MAX] {
-        let opened = Receiver::open(announce(bytes), parameters.clone(), &Sources::default());
-        refused(opened, "total_bytes", &[&format!("{bytes} bytes are announced"), &format!("{}", 4 * elements)]);
+        refused(
+            announce(bytes),
+            "total_bytes",
+            &[&format!("{bytes} bytes are announced"), &format!("{}", 4 * elements)],
+        );
     }
 }
 
 #[test]
 fn what_broadcasts_take_of_the_host_is_not_the_devices() {
     let parameters = model_of(Dtype::Bf16, 2, false);
-    let room = SourceRoom { of_devices: 1000, of_host: 70 };
-    let broadcast =
-        UpdateSpec { total_bytes: Some(1 << 20), source: Source::Broadcast(room), ..spec(UpdateKind::Full, &[]) };
-    let receiver = Receiver::open(broadcast, parameters.clone(), &Sources::default()).unwrap();
+    let source = Source::Broadcast(TransitBytes { on_devices: 1000, on_host: 70 });
+    let header = UpdateHeader { total_bytes: Some(1 << 20), source, ..UpdateHeader::new(UpdateKind::Full) };
+    let staging = declare(header, &[], &parameters, &Sources::default()).unwrap().staging();
     let serving: u64 = parameters.iter().map(|spec| parameters.bytes_on_ranks(spec).unwrap()).sum();
-    assert_eq!(receiver.shadow_bytes(), serving + 1000);
-    assert_eq!(receiver.staging_bytes(false), serving + 1070);
+    assert_eq!((staging.shadow, staging.staged), (serving + 1000, serving + 1070));
 }
 
 #[test]
 fn no_more_waits_than_is_set_aside() {
     let parameters = model_of(Dtype::Bf16, 2, false);
     let push = random_push(&mut rng(4), &parameters);
-    let mut receiver = open(UpdateKind::Full, &push, &parameters).unwrap();
+    let declared = open(UpdateKind::Full, &push, &parameters).unwrap();
     let serving: u64 = parameters.iter().map(|spec| parameters.bytes_on_ranks(spec).unwrap()).sum();
     let room = push.iter().map(|sent| sent.bytes.len()).max().unwrap() as u64;
-    assert_eq!(receiver.staging_bytes(false), serving + room);
-    receiver.pack_into(shadow_weights(&parameters));
+    assert_eq!(declared.staging().staged, serving + room);
+    let mut receiver = packing(declared, &parameters);
     let mut waits = 0;
     for (i, sent) in push.iter().enumerate() {
         let result = receiver.write(i as u32, 1, &sent.bytes[1..]);

@@ -2,7 +2,7 @@
 
 use std::path::{Path, PathBuf};
 
-use super::super::source::Segments;
+use super::super::transport::Segments;
 use super::sources::Segment;
 
 /// A segment whose client locks it as the Python client does, until the file is dropped.

@@ -2,14 +2,15 @@ use std::io::Write;
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 
-use super::super::receipt::Receipt;
-use super::super::row_stream::{RowLayout, Rows};
-use super::super::source::{Segments, SourceFile};
+use super::super::transport::{Segments, SourceFile};
+use super::streams::tensor;
 use super::*;
+use crate::weights::parameters::ParameterMapping;
+use crate::weights::update::Rows;
 
 /// A segment, opened as a push opens it.
-fn opened(segment: &Segment) -> SourceFile {
-    SourceFile::mapped(&segment.name(), Segments::default().open(&segment.name()).unwrap())
+fn opened(segment: &Segment) -> Option<Arc<SourceFile>> {
+    Some(Arc::new(SourceFile::mapped(&segment.name(), Segments::default().open(&segment.name()).unwrap())))
 }
 
 /// A segment that is removed when the test ends.
@@ -59,9 +60,9 @@ pub(super) fn from_segment(
     push: &[Sent],
     name: &str,
     parameters: &Arc<Parameters>,
-) -> Result<Receiver> {
-    let spec = UpdateSpec { source: Source::SharedMemory(name.into()), ..spec(kind, push) };
-    Receiver::open(spec, parameters.clone(), &Sources::default())
+) -> Result<DeclaredPush> {
+    let header = UpdateHeader { source: Source::SharedMemory(name.into()), ..UpdateHeader::new(kind) };
+    declare(header, push, parameters, &Sources::default())
 }
 
 pub(super) fn from_directory(
@@ -69,9 +70,9 @@ pub(super) fn from_directory(
     path: &str,
     parameters: &Arc<Parameters>,
     below: &Path,
-) -> Result<Receiver> {
-    let spec = UpdateSpec { source: Source::Directory(path.into()), ..spec(kind, &[]) };
-    Receiver::open(spec, parameters.clone(), &Sources::new(Some(below.into())))
+) -> Result<DeclaredPush> {
+    let header = UpdateHeader { source: Source::Directory(path.into()), ..UpdateHeader::new(kind) };
+    declare(header, &[], parameters, &Sources::new(Some(below.into())))
 }
 
 /// Bytes of the parameters as they serve, on all ranks.
@@ -79,7 +80,7 @@ fn serving(parameters: &Parameters) -> u64 {
     parameters.iter().map(|spec| parameters.bytes_on_ranks(spec).unwrap()).sum()
 }
 
-fn assert_same(one: Received, other: Received, parameters: &Parameters, context: &str) {
+fn assert_same(one: VerifiedPush, other: VerifiedPush, parameters: &Parameters, context: &str) {
     assert_eq!((one.digest, one.bytes, one.parameters), (other.digest, other.bytes, other.parameters), "{context}");
     let (one, other) = (full(one), full(other));
     for spec in parameters.iter() {
@@ -94,8 +95,9 @@ fn shared_memory_is_the_stream() {
         let mut rng = rng(seed);
         let mut push = random_push(&mut rng, &parameters);
         let segment = Segment::new("stream", &lay_out(&mut rng, &mut push));
-        let mut receiver = from_segment(UpdateKind::Full, &push, &segment.name(), &parameters).unwrap();
-        assert_eq!(receiver.staging_bytes(false), serving(&parameters), "nothing waits");
+        let declared = from_segment(UpdateKind::Full, &push, &segment.name(), &parameters).unwrap();
+        assert_eq!(declared.staging().staged, serving(&parameters), "nothing waits");
+        let mut receiver = staged(declared);
         refused(receiver.write(0, 0, &[1]), "chunk", &["come from its source"]);
         let stream = receive(UpdateKind::Full, &push, &parameters).unwrap();
         assert_same(receiver.finish().unwrap(), stream, &parameters, &format!("seed {seed}"));
@@ -108,22 +110,21 @@ fn shared_memory_in_place_gives_one_tensor_after_another() {
     let mut rng = rng(21);
     let mut push = random_push(&mut rng, &parameters);
     let segment = Segment::new("in-place", &lay_out(&mut rng, &mut push));
-    let mut receiver = from_segment(UpdateKind::Full, &push, &segment.name(), &parameters).unwrap();
+    let mut receiver = in_place(from_segment(UpdateKind::Full, &push, &segment.name(), &parameters).unwrap());
     for sent in &push[..5] {
-        assert!(receiver.read_next().unwrap());
-        let tensors = receiver.take_complete().unwrap();
+        let tensors = receiver.read_next().unwrap().unwrap();
         assert_eq!(whole(&tensors, parameters.get(&sent.entry.name).unwrap()), sent.values());
     }
     let received = receiver.finish().unwrap();
     let expected = receive(UpdateKind::Full, &push, &parameters).unwrap();
     assert_eq!((received.digest, received.parameters), (expected.digest, parameters.len()));
     assert_eq!(full(received).names().count(), parameters.len() - 5);
-    let mut receiver = from_segment(UpdateKind::Full, &push, &segment.name(), &parameters).unwrap();
-    let reads = (0..).take_while(|_| receiver.read_next().unwrap()).count();
-    assert_eq!(reads, push.len());
-    assert_eq!(receiver.take_complete().unwrap().names().count(), push.len());
-    let mut stream = open(UpdateKind::Full, &push, &parameters).unwrap();
-    assert!(!stream.read_next().unwrap());
+    let mut receiver = in_place(from_segment(UpdateKind::Full, &push, &segment.name(), &parameters).unwrap());
+    let read: Vec<Tensors> = std::iter::from_fn(|| receiver.read_next().unwrap()).collect();
+    assert_eq!(read.len(), push.len());
+    assert_eq!(read.iter().map(|tensors| tensors.names().count()).sum::<usize>(), push.len());
+    let mut stream = in_place(open(UpdateKind::Full, &push, &parameters).unwrap());
+    assert!(stream.read_next().unwrap().is_none());
 }
 
 #[test]
@@ -152,14 +153,14 @@ fn segments_that_are_not_right_are_refused() {
         outside[last].entry.offset = offset;
         refused(open(&outside, &segment.name()), "tensors", &[&name, "outside"]);
     }
-    let receiver = open(&push, &segment.name()).unwrap();
+    let receiver = staged(open(&push, &segment.name()).unwrap());
     std::fs::OpenOptions::new().write(true).open(&segment.0).unwrap().set_len(bytes.len() as u64 - 1).unwrap();
     lost(receiver.finish(), &name);
     refused(open(&push, &segment.name()), "tensors", &[&name, "outside"]);
     let mut corrupt = bytes.clone();
     corrupt[push[3].entry.offset as usize] ^= 1;
     std::fs::write(&segment.0, corrupt).unwrap();
-    lost(open(&push, &segment.name()).unwrap().finish(), &push[3].entry.name);
+    lost(staged(open(&push, &segment.name()).unwrap()).finish(), &push[3].entry.name);
 }
 
 /// Whether this process maps a file of this name. The file may have been removed.
@@ -172,11 +173,12 @@ fn a_segment_stays_mapped_for_the_next_push_until_it_is_let_go() {
     let parameters = model(true);
     let sources = Sources::default();
     let finish = |push: &[Sent], segment: &Segment| {
-        let spec = UpdateSpec { source: Source::SharedMemory(segment.name()), ..spec(UpdateKind::Full, push) };
-        let received = Receiver::open(spec, parameters.clone(), &sources).unwrap().finish().unwrap();
+        let source = Source::SharedMemory(segment.name());
+        let header = UpdateHeader { source, ..UpdateHeader::new(UpdateKind::Full) };
+        let received = staged(declare(header, push, &parameters, &sources).unwrap()).finish().unwrap();
         assert_same(received, receive(UpdateKind::Full, push, &parameters).unwrap(), &parameters, &segment.name());
-        let kept = sources.segments().last().expect("the segment is kept");
-        assert_eq!(kept.map().bytes() as u64, std::fs::metadata(&segment.0).unwrap().len());
+        let kept = sources.segments().last().clone().expect("the segment is kept");
+        assert_eq!(kept.map.bytes() as u64, std::fs::metadata(&segment.0).unwrap().len());
         kept
     };
     let mut rng = rng(24);
@@ -229,20 +231,22 @@ fn segments_that_are_cut_short_during_a_push_are_lost_and_nothing_else() {
         let bytes = lay_out_apart(&mut rng, &mut push, 9000);
         let segment = Segment::new("cut", &bytes);
         let open = |segment: &Segment| {
-            let spec = UpdateSpec { source: Source::SharedMemory(segment.name()), ..spec(UpdateKind::Full, &push) };
-            Receiver::open(spec, parameters.clone(), &sources).unwrap()
+            let source = Source::SharedMemory(segment.name());
+            let header = UpdateHeader { source, ..UpdateHeader::new(UpdateKind::Full) };
+            declare(header, &push, &parameters, &sources).unwrap()
         };
-        let mut receiver = open(&segment);
-        if seed % 2 == 0 {
-            receiver = packing::packing(receiver, &parameters);
-        }
+        let declared = open(&segment);
+        let mode = match seed % 2 {
+            0 => ReceiveMode::Pack(packing::shadow_weights(&parameters)),
+            _ => ReceiveMode::Stage,
+        };
         let left = rng.random_range(0..bytes.len() as u64);
         if seed % 3 == 0 {
             segment.cut(left);
         }
         let result = std::thread::scope(|scope| {
             let cut = scope.spawn(|| segment.cut(left));
-            let result = receiver.finish();
+            let result = declared.receive(mode).and_then(ReceivingPush::finish);
             cut.join().unwrap();
             result
         });
@@ -253,7 +257,7 @@ fn segments_that_are_cut_short_during_a_push_are_lost_and_nothing_else() {
         }
         // A segment that is whole again can be used by the next push.
         std::fs::write(&segment.0, &bytes).unwrap();
-        let received = open(&segment).finish().unwrap();
+        let received = staged(open(&segment)).finish().unwrap();
         assert_same(received, receive(UpdateKind::Full, &push, &parameters).unwrap(), &parameters, &format!("{seed}"));
     }
     assert!(lost >= 20, "{lost} of 60 were lost");
@@ -265,19 +269,20 @@ fn what_a_sender_changes_too_early_is_noticed_or_not_passed_on() {
     let mut failed = 0;
     for seed in 0..100 {
         let mut rng = rng(seed);
-        let layout = RowLayout { dtype: Dtype::Bf16, columns: rng.random_range(1..600) };
-        let mut bytes = vec![0; rng.random_range(1..2000) * layout.row_bytes()];
+        let columns = rng.random_range(1..600);
+        let mut bytes = vec![0; rng.random_range(1..2000) * columns * 2];
         rng.fill(&mut bytes[..]);
         bytes.iter_mut().skip(1).step_by(2).for_each(|byte| *byte &= 0x3f); // finite
         let segment = Segment::new("early", &bytes);
         let file = std::fs::OpenOptions::new().write(true).open(&segment.0).unwrap();
-        let source = opened(&segment);
-        let mut receipt = Receipt::new(bytes.len(), Some(layout.dtype), Some(xxh3_128(&bytes).to_be_bytes()));
+        let mut tensor = tensor(Dtype::Bf16, &bytes, Some(xxh3_128(&bytes).to_be_bytes()));
+        tensor.entry.shape = vec![bytes.len() / (columns * 2), columns];
+        tensor.set_file(opened(&segment)).unwrap();
         let mut passed = Vec::new();
         // The byte is changed before or after the rows are taken, in any of the calls.
         let (before, mut left) = (rng.random(), rng.random_range(0..4));
         let place = rng.random_range(0..bytes.len());
-        let mut sink = |rows: Rows<'_>| {
+        let mut sink = |_: &ParameterMapping, rows: Rows<'_>| {
             let change = |now: bool| {
                 if now && left == 0 {
                     file.write_all_at(&[!bytes[place] & 0x3f], place as u64).unwrap();
@@ -288,7 +293,7 @@ fn what_a_sender_changes_too_early_is_noticed_or_not_passed_on() {
             change(!before);
             left -= 1;
         };
-        match receipt.stream_file("w", (&source, 0), layout, &mut Vec::new(), &mut sink) {
+        match tensor.stream_file(&mut Vec::new(), &mut sink) {
             Ok(()) => assert!(passed == bytes, "seed {seed}: byte {place}"),
             Err(Error::DataLoss(_)) => failed += 1,
             Err(other) => panic!("seed {seed}: {other}"),
@@ -307,7 +312,7 @@ fn values_of_a_segment_that_are_not_finite_are_named() {
     bytes[5 * size..6 * size].fill(0xff);
     push[bad] = push[bad].with(bytes);
     let segment = Segment::new("finite", &lay_out(&mut rng, &mut push));
-    let receiver = from_segment(UpdateKind::Full, &push, &segment.name(), &parameters).unwrap();
+    let receiver = staged(from_segment(UpdateKind::Full, &push, &segment.name(), &parameters).unwrap());
     refused(receiver.finish(), "tensors", &[&push[bad].entry.name, "element 5;"]);
 }
 
@@ -317,21 +322,25 @@ fn large_tensors_of_a_segment_are_read_whole() {
         let mut rng = rng(seed);
         let dtype = random_dtype(&mut rng);
         let n = rng.random_range(300_000..1_000_000);
-        let mut data = random_bytes(&mut rng, dtype, n);
+        let data = random_bytes(&mut rng, dtype, n);
         let segment = Segment::new("large", &[&[7; 3], &data[..]].concat());
         let digest = xxh3_128(&data).to_be_bytes();
-        let mut receipt = Receipt::new(data.len(), Some(dtype), Some(digest));
-        receipt.read("w", &opened(&segment), 3).unwrap();
-        assert_eq!(receipt.digest(), Some(digest), "seed {seed}");
-        assert!(**receipt.verified().unwrap() == data[..], "seed {seed}");
+        let read = |offset: u64, digest: Option<[u8; 16]>| {
+            let mut tensor = tensor(dtype, &data, digest);
+            tensor.entry.offset = offset;
+            tensor.set_file(opened(&segment)).unwrap();
+            tensor.read().map(|()| tensor)
+        };
+        let whole = read(3, Some(digest)).unwrap();
+        assert_eq!(whole.digest(), Some(digest), "seed {seed}");
+        assert!(**whole.verified().unwrap() == data[..], "seed {seed}");
         let bad = rng.random_range(0..n);
-        data[bad * dtype.size()..][..dtype.size()].fill(0xff);
-        std::fs::write(&segment.0, &data).unwrap();
-        let file = opened(&segment);
-        let read = Receipt::new(data.len(), Some(dtype), None).read("w", &file, 0);
-        refused(read, "tensors", &["\"w\"", &format!("element {bad};")]);
+        let mut damaged = data.clone();
+        damaged[bad * dtype.size()..][..dtype.size()].fill(0xff);
+        std::fs::write(&segment.0, &damaged).unwrap();
+        refused(read(0, None), "tensors", &["\"w\"", &format!("element {bad};")]);
         // Another digest is reported first, because then the values are not the trainer's.
-        lost(Receipt::new(data.len(), Some(dtype), Some(digest)).read("w", &file, 0), "\"w\"");
+        lost(read(0, Some(digest)), "\"w\"");
     }
 }
 
@@ -356,10 +365,10 @@ fn a_directory_is_the_stream() {
         let dir = checkpoint(&push);
         let absolute = dir.path().canonicalize().unwrap().join("step-7");
         for path in ["step-7", "./step-7/", "step-7/../step-7", absolute.to_str().unwrap()] {
-            let receiver = from_directory(UpdateKind::Full, path, &parameters, dir.path()).unwrap();
-            assert_eq!(receiver.staging_bytes(false), serving(&parameters));
+            let declared = from_directory(UpdateKind::Full, path, &parameters, dir.path()).unwrap();
+            assert_eq!(declared.staging().staged, serving(&parameters));
             let stream = receive(UpdateKind::Full, &push, &parameters).unwrap();
-            assert_same(receiver.finish().unwrap(), stream, &parameters, &format!("seed {seed}: {path}"));
+            assert_same(staged(declared).finish().unwrap(), stream, &parameters, &format!("seed {seed}: {path}"));
         }
     }
 }
@@ -374,7 +383,7 @@ fn embedding_and_head_of_a_directory_must_agree() {
         let mut bytes = push[place].bytes.clone();
         bytes[0] ^= flip;
         let dir = checkpoint(&[&push[..], &[push[place].with(bytes).renamed(HEAD)]].concat());
-        let result = from_directory(UpdateKind::Full, "step-7", &parameters, dir.path()).unwrap().finish();
+        let result = staged(from_directory(UpdateKind::Full, "step-7", &parameters, dir.path()).unwrap()).finish();
         match flip {
             0 => assert_eq!(result.unwrap().parameters, parameters.len()),
             _ => refused(result, "tensors", &[HEAD, "is the embedding"]),
@@ -404,7 +413,7 @@ fn nothing_outside_the_weights_directory_is_opened() {
     refused(open("files"), "source.directory", &["leads out of --weights-dir"]);
     // A link that stays inside the directory is followed.
     link(Path::new("step-7"), "latest");
-    open("latest").unwrap().finish().unwrap();
+    staged(open("latest").unwrap()).finish().unwrap();
 }
 
 #[test]
@@ -422,19 +431,12 @@ fn directories_that_are_not_right_are_refused() {
     refused(open(UpdateKind::Full, ""), "source.directory", &["path is empty"]);
     refused(open(UpdateKind::Delta, "step-7"), "source.directory", &["DELTA"]);
     assert!(matches!(open(UpdateKind::Lora, "step-7"), Err(Error::NotFound(m)) if m.contains("adapter_config.json")));
-    let spec = UpdateSpec { source: Source::Directory("step-7".into()), ..spec(UpdateKind::Full, &[]) };
-    refused(
-        Receiver::open(spec.clone(), parameters.clone(), &Sources::default()),
-        "source.directory",
-        &["--weights-dir"],
-    );
-    let declared = UpdateSpec { tensors: entries(&push), ..spec };
-    refused(
-        Receiver::open(declared, parameters.clone(), &Sources::new(Some(dir.path().into()))),
-        "source.directory",
-        &["leave both out"],
-    );
-    let mut receiver = open(UpdateKind::Full, "step-7").unwrap();
+    let header = UpdateHeader { source: Source::Directory("step-7".into()), ..UpdateHeader::new(UpdateKind::Full) };
+    let without = declare(header.clone(), &[], &parameters, &Sources::default());
+    refused(without, "source.directory", &["--weights-dir"]);
+    let declared = declare(header, &push, &parameters, &Sources::new(Some(dir.path().into())));
+    refused(declared, "source.directory", &["leave both out"]);
+    let mut receiver = staged(open(UpdateKind::Full, "step-7").unwrap());
     refused(receiver.declare(Vec::new()), "tensors", &["the directory declares"]);
 
     let extra = dir.path().join("step-7/extra.safetensors");
@@ -451,7 +453,7 @@ fn directories_that_are_not_right_are_refused() {
 
     let second = dir.path().join("step-7/model-00002-of-00002.safetensors");
     let bytes = std::fs::metadata(&second).unwrap().len();
-    let receiver = open(UpdateKind::Full, "step-7").unwrap();
+    let receiver = staged(open(UpdateKind::Full, "step-7").unwrap());
     std::fs::OpenOptions::new().write(true).open(&second).unwrap().set_len(bytes - 1).unwrap();
     lost(receiver.finish(), "model-00002-of-00002.safetensors");
     refused(open(UpdateKind::Full, "step-7"), "source.directory", &["model-00002", "not a whole safetensors file"]);
@@ -474,7 +476,8 @@ fn damaged_headers_never_panic() {
             bytes[rng.random_range(0..header)] = rng.random();
         }
         std::fs::write(&path, &bytes).unwrap();
-        let result = from_directory(UpdateKind::Full, ".", &parameters, dir.path()).and_then(Receiver::finish);
+        let result =
+            from_directory(UpdateKind::Full, ".", &parameters, dir.path()).and_then(|push| staged(push).finish());
         refused += usize::from(result.is_err());
     }
     assert!(refused > 250, "{refused} of 500 refused: the test is blind");

@@ -1,9 +1,10 @@
 use std::sync::atomic::{AtomicUsize, Ordering};
 
-use super::super::receipt::Receipt;
+use super::super::tensor::PushedTensor;
 use super::super::threads::in_parallel;
 use super::super::verify::first_not_finite;
 use super::*;
+use crate::weights::parameters::ParameterMapping;
 
 /// Every byte of the push once, in chunks `(tensor, offset, data)` in random order.
 pub(super) fn random_chunks<'a>(rng: &mut StdRng, push: &'a [Sent]) -> Vec<(u32, u64, &'a [u8])> {
@@ -28,6 +29,13 @@ fn digest_of(push: &[Sent]) -> [u8; 16] {
     xxh3_128(&digests).to_be_bytes()
 }
 
+/// The vector `w` of `dtype` that has `bytes`, before any of them come.
+pub(super) fn tensor(dtype: Dtype, bytes: &[u8], digest: Option<[u8; 16]>) -> PushedTensor {
+    let mut sent = Sent::new("w", dtype, &[bytes.len() / dtype.size()], bytes.to_vec());
+    sent.entry.digest = digest;
+    PushedTensor::new(sent.entry, ParameterMapping::default(), bytes.len())
+}
+
 pub(super) fn slice_of(values: &[f32], cols: usize, slice: &Slice) -> Vec<f32> {
     slice.rows.clone().flat_map(|row| slice.cols.clone().map(move |col| values[row * cols + col])).collect()
 }
@@ -40,9 +48,7 @@ fn chunks_in_any_order_give_what_was_sent() {
         let push = random_push(&mut rng, &parameters);
         // Some tensors are declared only later.
         let first = rng.random_range(0..=push.len());
-        let mut spec = spec(UpdateKind::Full, &push[..first]);
-        spec.total_bytes = Some(total(&push));
-        let mut receiver = Receiver::open(spec, parameters.clone(), &Sources::default()).unwrap();
+        let mut receiver = staged(open_first(UpdateKind::Full, &push, first, &parameters));
         let (early, late) = push.split_at(first);
         for (tensor, offset, data) in random_chunks(&mut rng, early) {
             receiver.write(tensor, offset, data).unwrap();
@@ -87,7 +93,7 @@ fn large_tensors_in_chunks_are_the_bytes_that_were_sent() {
         let bytes = rng.random_range(1..3 << 20) * 4;
         let data: Vec<u8> = (0..bytes).map(|i| (i as u64).wrapping_mul(seed + 77).to_le_bytes()[1] & 0x3f).collect();
         let digest = xxh3_128(&data).to_be_bytes();
-        let mut receipt = Receipt::new(bytes, Some(random_dtype(&mut rng)), Some(digest));
+        let mut tensor = tensor(random_dtype(&mut rng), &data, Some(digest));
         let size = rng.random_range(1 << 16..1 << 19);
         let mut chunks: Vec<(usize, &[u8])> = data.chunks(size).enumerate().collect();
         let disorder = rng.random_range(0..4);
@@ -98,11 +104,11 @@ fn large_tensors_in_chunks_are_the_bytes_that_were_sent() {
         let mut received = 0;
         for (i, chunk) in chunks {
             received += chunk.len();
-            let whole = receipt.gather("w", (i * size) as u64, chunk).unwrap();
-            assert_eq!((receipt.received(), whole), (received, received == bytes), "seed {seed}");
+            let whole = tensor.gather((i * size) as u64, chunk).unwrap();
+            assert_eq!((tensor.received(), whole), (received, received == bytes), "seed {seed}");
         }
-        assert_eq!(receipt.digest(), Some(digest), "seed {seed}");
-        assert!(**receipt.verified().unwrap() == data[..], "seed {seed}");
+        assert_eq!(tensor.digest(), Some(digest), "seed {seed}");
+        assert!(**tensor.verified().unwrap() == data[..], "seed {seed}");
     }
 }
 
@@ -112,11 +118,11 @@ fn another_byte_is_data_loss_and_names_the_tensor() {
     for seed in 0..30 {
         let mut rng = rng(seed);
         let mut push = random_push(&mut rng, &parameters);
-        let mut receiver = open(UpdateKind::Full, &push, &parameters).unwrap();
+        let mut receiver = staged(open(UpdateKind::Full, &push, &parameters).unwrap());
         let bad = rng.random_range(0..push.len());
         let byte = rng.random_range(0..push[bad].bytes.len());
         push[bad].bytes[byte] ^= 1 << rng.random_range(0..8);
-        let mut send = |receiver: &mut Receiver| -> Result<()> {
+        let mut send = |receiver: &mut ReceivingPush| -> Result<()> {
             for (tensor, offset, data) in random_chunks(&mut rng, &push) {
                 receiver.write(tensor, offset, data)?;
             }
@@ -134,7 +140,7 @@ fn chunks_that_do_not_fit_are_refused() {
     let tensors = push.len() as u32;
     let (name, bytes) = (push[0].entry.name.as_str(), push[0].bytes.as_slice());
     let all = bytes.len() as u64;
-    let mut receiver = open(UpdateKind::Full, &push, &parameters).unwrap();
+    let mut receiver = staged(open(UpdateKind::Full, &push, &parameters).unwrap());
     refused(receiver.write(tensors, 0, bytes), "chunk", &["no tensor 23; 23 are declared"]);
     refused(receiver.write(0, 1, bytes), "chunk", &[name, &format!("bytes 1..{} are outside its {all}", all + 1)]);
     refused(receiver.write(0, u64::MAX, &bytes[..2]), "chunk", &[name, "outside"]);
@@ -154,8 +160,8 @@ fn chunks_that_do_not_fit_are_refused() {
 
 #[test]
 fn gaps_are_bounded() {
-    let mut receipt = Receipt::new(1 << 20, None, None);
-    let sent = (0..1 << 19).take_while(|i| receipt.gather("w", i * 2, &[0]).is_ok()).count();
+    let mut tensor = tensor(Dtype::F32, &[0; 1 << 20], None);
+    let sent = (0..1 << 19).take_while(|i| tensor.gather(i * 2, &[0]).is_ok()).count();
     assert_eq!(sent, 4096);
 }
 
@@ -180,8 +186,8 @@ fn values_that_are_not_finite_are_named() {
         assert_eq!(first_not_finite(&bytes, dtype), Some(bad), "seed {seed}: {dtype:?}");
         let expected = floats(&bytes, dtype).iter().position(|v| !v.is_finite());
         assert_eq!(expected, Some(bad), "seed {seed}");
-        let mut receipt = Receipt::new(bytes.len(), Some(dtype), None);
-        refused(receipt.gather("w", 0, &bytes), "tensors", &["\"w\" is not finite", &format!("element {bad};")]);
+        let gathered = tensor(dtype, &bytes, None).gather(0, &bytes);
+        refused(gathered, "tensors", &["\"w\" is not finite", &format!("element {bad};")]);
     }
 }
 
@@ -191,22 +197,19 @@ fn in_place_each_tensor_comes_out_once_and_little_is_held() {
     for seed in 0..30 {
         let mut rng = rng(seed);
         let push = random_push(&mut rng, &parameters);
-        let mut spec = spec(UpdateKind::Full, &[]);
-        spec.total_bytes = Some(total(&push));
-        let mut receiver = Receiver::open(spec, parameters.clone(), &Sources::default()).unwrap();
+        let declared = open_first(UpdateKind::Full, &push, 0, &parameters);
         // Twice the largest tensor that can come: gate_up_proj in float32.
-        assert_eq!(receiver.staging_bytes(true), (20 * HIDDEN * 4 * 2) as u64);
+        assert_eq!(declared.staging().in_place, (20 * HIDDEN * 4 * 2) as u64);
+        let mut receiver = in_place(declared);
         let mut taken = Vec::new();
         for (i, sent) in push.iter().enumerate() {
             receiver.declare(entries(std::slice::from_ref(sent))).unwrap();
             let half = sent.bytes.len() / 2;
-            receiver.write(i as u32, 0, &sent.bytes[..half]).unwrap();
-            assert!(receiver.take_complete().is_none(), "seed {seed}");
-            receiver.write(i as u32, half as u64, &sent.bytes[half..]).unwrap();
-            let tensors = receiver.take_complete().unwrap();
+            assert!(receiver.write(i as u32, 0, &sent.bytes[..half]).unwrap().is_none(), "seed {seed}");
+            let tensors = receiver.write(i as u32, half as u64, &sent.bytes[half..]).unwrap().unwrap();
             assert!(tensors.names().eq([sent.entry.name.as_str()]), "seed {seed}");
             assert_eq!(whole(&tensors, parameters.get(&sent.entry.name).unwrap()), sent.values(), "seed {seed}");
-            assert!(receiver.take_complete().is_none(), "seed {seed}");
+            assert!(receiver.write(i as u32, 0, &[]).unwrap().is_none(), "seed {seed}");
             taken.push(tensors);
         }
         let received = receiver.finish().unwrap();
@@ -219,14 +222,12 @@ fn in_place_each_tensor_comes_out_once_and_little_is_held() {
 fn empty_chunks_take_no_memory_in_place() {
     let parameters = model(true);
     let push = random_push(&mut rng(6), &parameters);
-    let mut receiver = open(UpdateKind::Full, &push, &parameters).unwrap();
-    assert!(receiver.take_complete().is_none());
+    let mut receiver = in_place(open(UpdateKind::Full, &push, &parameters).unwrap());
     for _ in 0..100 {
-        receiver.write(0, 0, &[]).unwrap();
+        assert!(receiver.write(0, 0, &[]).unwrap().is_none());
     }
     for (i, sent) in push.iter().enumerate() {
-        receiver.write(i as u32, 0, &sent.bytes).unwrap();
-        receiver.take_complete().unwrap();
+        receiver.write(i as u32, 0, &sent.bytes).unwrap().unwrap();
     }
     receiver.finish().unwrap();
 }
@@ -235,15 +236,15 @@ fn empty_chunks_take_no_memory_in_place() {
 fn in_place_more_than_is_set_aside_is_refused() {
     let parameters = model(true);
     let push = random_push(&mut rng(3), &parameters);
-    let mut receiver = open(UpdateKind::Full, &push, &parameters).unwrap();
-    let (most, largest) = (receiver.staging_bytes(true), push.iter().map(|sent| sent.bytes.len()).max().unwrap());
+    let declared = open(UpdateKind::Full, &push, &parameters).unwrap();
+    let (most, largest) = (declared.staging().in_place, push.iter().map(|sent| sent.bytes.len()).max().unwrap());
     assert_eq!(most, 2 * largest as u64);
-    assert!(receiver.take_complete().is_none());
+    let mut receiver = in_place(declared);
     let mut begun = 0;
     for (i, sent) in push.iter().enumerate() {
         begun += sent.bytes.len() as u64;
         match receiver.write(i as u32, 0, &sent.bytes[..1]) {
-            Ok(()) => assert!(begun <= most),
+            Ok(written) => assert!(begun <= most && written.is_none()),
             Err(Error::ResourceExhausted(message)) => {
                 assert!(message.contains(&sent.entry.name), "{message}");
                 assert!(begun > most);
@@ -260,16 +261,16 @@ fn no_more_may_be_declared_than_was_announced() {
     let parameters = model(true);
     let push = random_push(&mut rng(4), &parameters);
     let open_with = |announced: u64| {
-        let spec = UpdateSpec { total_bytes: Some(announced), ..spec(UpdateKind::Full, &push) };
-        Receiver::open(spec, parameters.clone(), &Sources::default())
+        let header = UpdateHeader { total_bytes: Some(announced), ..UpdateHeader::new(UpdateKind::Full) };
+        declare(header, &push, &parameters, &Sources::default())
     };
     refused(open_with(total(&push) - 1), "total_bytes", &["announced"]);
-    let mut receiver = open_with(total(&push) + 1).unwrap();
+    let mut receiver = staged(open_with(total(&push) + 1).unwrap());
     for (i, sent) in push.iter().enumerate() {
         receiver.write(i as u32, 0, &sent.bytes).unwrap();
     }
     assert_eq!(receiver.finish().unwrap().bytes, total(&push));
-    let mut receiver = open_with(total(&push)).unwrap();
+    let mut receiver = staged(open_with(total(&push)).unwrap());
     receiver.declare(Vec::new()).unwrap();
     let buffer = Sent::random(&mut rng(5), "model.rotary_emb.inv_freq", &[4]);
     refused(receiver.declare(entries(&[buffer])), "total_bytes", &["announced"]);
@@ -280,8 +281,8 @@ fn an_adapter_of_nothing_is_the_base() {
     let received = receive(UpdateKind::Lora, &[], &model(true)).unwrap();
     assert!(matches!(received.update, WeightUpdate::Lora(_)));
     assert_eq!((received.bytes, received.parameters), (0, 0));
-    let with_config = UpdateSpec { adapter_config: "{}".into(), ..spec(UpdateKind::Full, &[]) };
-    refused(Receiver::open(with_config, model(true), &Sources::default()), "adapter_config", &["LORA"]);
+    let header = UpdateHeader { adapter_config: "{}".into(), ..UpdateHeader::new(UpdateKind::Full) };
+    refused(declare(header, &[], &model(true), &Sources::default()), "adapter_config", &["LORA"]);
 }
 
 #[test]

@@ -1,6 +1,6 @@
-//! The names under which trainers send parameters, and the parameters that they mean.
+//! Names under which trainers send parameters: with wrappers, fused, or the tied head.
 
-use crate::weights::Parameters;
+use super::Parameters;
 
 /// Names that FSDP, torch.compile, activation checkpointing and PEFT give to a module that they wrap, as segments of
 /// the names of its parameters.
@@ -12,11 +12,11 @@ const FUSED: [(&str, &[&str]); 2] =
 /// its configuration determines them.
 const BUFFERS: [&str; 1] = ["rotary_emb.inv_freq"];
 const HEAD: &str = "lm_head.weight";
-pub(super) const EMBEDDING: &str = "model.embed_tokens.weight";
+pub(in crate::weights) const EMBEDDING: &str = "model.embed_tokens.weight";
 
 /// The parameters of the model that one pushed tensor brings.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub(super) struct ParameterMapping {
+pub(in crate::weights) struct ParameterMapping {
     /// The parameters, one below the other: one, several for a fused tensor, none for a buffer that the model does not
     /// need.
     pub parts: Vec<FusedPart>,
@@ -28,7 +28,7 @@ pub(super) struct ParameterMapping {
 
 /// A parameter inside a pushed tensor.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(super) struct FusedPart {
+pub(in crate::weights) struct FusedPart {
     pub parameter: String,
     /// The row of the tensor that the parameter begins with.
     pub first_row: usize,
@@ -41,14 +41,13 @@ impl ParameterMapping {
 }
 
 /// The parameters that a tensor of this name brings; `None` if the model has none for it.
-pub(super) fn resolve(name: &str, parameters: &Parameters) -> Option<ParameterMapping> {
+pub(in crate::weights) fn resolve(name: &str, parameters: &Parameters) -> Option<ParameterMapping> {
     let name = plain_name(name);
     if BUFFERS.iter().any(|buffer| name.ends_with(buffer)) {
         return Some(ParameterMapping::default());
     }
     let tied_head = name == HEAD && parameters.tied_head();
-    let own = if tied_head { EMBEDDING } else { &name };
-    if let Some(spec) = parameters.get(own) {
+    if let Some(spec) = parameters.get(if tied_head { EMBEDDING } else { &name }) {
         let part = FusedPart { parameter: spec.name.clone(), first_row: 0 };
         return Some(ParameterMapping { parts: vec![part], shape: Some(spec.shape.clone()), tied_head });
     }
@@ -74,16 +73,16 @@ fn fused(name: &str, parameters: &Parameters) -> Option<ParameterMapping> {
     let mut rows = 0;
     for projection in *projections {
         let spec = parameters.get(&format!("{block}.{projection}.{kind}"))?;
-        let (&own_rows, rest) = spec.shape.split_first()?;
+        let (&part_rows, rest) = spec.shape.split_first()?;
         mapping.parts.push(FusedPart { parameter: spec.name.clone(), first_row: rows });
-        rows += own_rows;
+        rows += part_rows;
         mapping.shape = Some([&[rows], rest].concat());
     }
     Some(mapping)
 }
 
-/// Elements of the largest tensor that can be pushed, fused ones among them.
-pub(super) fn largest(parameters: &Parameters) -> usize {
+/// Bytes in float32 of the largest tensor that can be pushed, fused ones among them.
+pub(in crate::weights) fn largest_tensor_bytes(parameters: &Parameters) -> u64 {
     let elements = |shape: &[usize]| shape.iter().product::<usize>();
     let whole = |name: &str| {
         let fused = FUSED.iter().filter_map(|(fused, projections)| {
@@ -92,12 +91,13 @@ pub(super) fn largest(parameters: &Parameters) -> usize {
         });
         fused.map(|shape| elements(&shape)).max().unwrap_or(0)
     };
-    parameters.iter().map(|spec| elements(&spec.shape).max(whole(&spec.name))).max().unwrap_or(0)
+    let largest = parameters.iter().map(|spec| elements(&spec.shape).max(whole(&spec.name))).max();
+    (largest.unwrap_or(0) as u64).saturating_mul(size_of::<f32>() as u64)
 }
 
 /// The parameter whose name has most of its beginning and end in common with `name`, if that is at least three quarters
 /// of it.
-pub(super) fn nearest<'a>(name: &str, parameters: &'a Parameters) -> Option<&'a str> {
+pub(in crate::weights) fn nearest<'a>(name: &str, parameters: &'a Parameters) -> Option<&'a str> {
     let name = plain_name(name);
     let common = |known: &str| {
         let start = known.bytes().zip(name.bytes()).take_while(|(a, b)| a == b).count();

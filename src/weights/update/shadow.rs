@@ -1,5 +1,5 @@
 //! Shadow weights: storage of the shapes of the weights that serve, beside them. A FULL push fills it as it comes, and
-//! its commit exchanges the two.
+//! its commit swaps the two.
 //!
 //! ```text
 //! ShadowWeights ── a ShadowTensor for each matrix, and one for all vectors ── a ShadowShard for each rank
@@ -11,11 +11,37 @@ use std::ops::Range;
 
 use rollout_kernels::{BorrowedRows, Matrix, StorageDtype, host};
 
-use super::names::ParameterMapping;
-use super::row_stream::{RowLayout, Rows};
 use crate::error::{Error, Result};
-use crate::weights::Slice;
-use crate::weights::parameters::tensor_of_bytes;
+use crate::weights::parameters::{Dtype, ParameterMapping, Slice, tensor_of_bytes};
+
+/// How the bytes of a tensor are rows of values.
+#[derive(Clone, Copy, Debug)]
+pub(in crate::weights) struct RowLayout {
+    pub dtype: Dtype,
+    pub columns: usize,
+}
+
+impl RowLayout {
+    pub fn row_bytes(self) -> usize {
+        self.columns * self.dtype.size()
+    }
+}
+
+/// Some whole rows of a tensor.
+#[derive(Clone, Copy, Debug)]
+pub(in crate::weights) struct Rows<'a> {
+    pub layout: RowLayout,
+    /// The tensor's row that `bytes` begin with.
+    pub first: usize,
+    pub bytes: &'a [u8],
+}
+
+impl Rows<'_> {
+    /// The tensor's rows that these are.
+    fn range(&self) -> Range<usize> {
+        self.first..self.first + self.bytes.len() / self.layout.row_bytes()
+    }
+}
 
 /// Storage for a complete set of weights on all ranks, which a FULL push is packed into.
 #[derive(Default)]
@@ -26,12 +52,12 @@ pub struct ShadowWeights {
 }
 
 /// A matrix as all ranks hold it, or all vectors. Different threads can write different ones.
-pub(super) struct ShadowTensor {
+pub(in crate::weights) struct ShadowTensor {
     /// One for each rank.
     shards: Vec<ShadowShard>,
 }
 
-/// What one rank holds of a matrix, which several parameters may share, or of all vectors.
+/// One rank's part of a matrix, which several parameters may share, or of all vectors.
 pub struct ShadowShard {
     /// Where the parameters are, by their name.
     placements: HashMap<String, Placement>,
@@ -46,8 +72,8 @@ struct Placement {
     start: usize,
 }
 
-/// Where some rows of a pushed tensor go.
-struct Landing {
+/// The place in a shard that some rows of a pushed tensor go to.
+struct Destination {
     /// The index of the shard.
     shard: usize,
     /// The tensor's rows.
@@ -90,11 +116,11 @@ impl ShadowWeights {
         ranks
     }
 
-    pub(super) fn tensor(&self, index: usize) -> &ShadowTensor {
+    pub(in crate::weights) fn tensor(&self, index: usize) -> &ShadowTensor {
         &self.tensors[index]
     }
 
-    pub(super) fn tensors_mut(&mut self) -> &mut [ShadowTensor] {
+    pub(in crate::weights) fn tensors_mut(&mut self) -> &mut [ShadowTensor] {
         &mut self.tensors
     }
 
@@ -102,7 +128,7 @@ impl ShadowWeights {
     ///
     /// # Errors
     /// `Internal` if the parameters are not in one tensor.
-    pub(super) fn index_of(&self, mapping: &ParameterMapping) -> Result<Option<usize>> {
+    pub(in crate::weights) fn index_of(&self, mapping: &ParameterMapping) -> Result<Option<usize>> {
         let mut indices = mapping.parts.iter().map(|part| self.index.get(&part.parameter).copied());
         let Some(first) = indices.next() else { return Ok(None) };
         if first.is_none() || !indices.all(|index| index == first) {
@@ -123,7 +149,7 @@ impl ShadowTensor {
     /// Packs some rows of a pushed tensor, on every rank. `mapping` says which parameters the tensor brings.
     pub fn write_rows(&mut self, mapping: &ParameterMapping, rows: Rows<'_>) {
         let RowLayout { dtype, columns } = rows.layout;
-        for Landing { shard, rows: mine, start, first_column } in self.landings(mapping, rows.range()) {
+        for Destination { shard, rows: mine, start, first_column } in self.destinations(mapping, rows.range()) {
             let slice = Slice { rows: mine.start - rows.first..mine.end - rows.first, cols: 0..columns };
             let values = tensor_of_bytes(dtype, rows.bytes, columns, &slice);
             match &mut self.shards[shard].storage {
@@ -148,17 +174,17 @@ impl ShadowTensor {
     /// # Errors
     /// If a device cannot copy them.
     pub fn copy_rows(&mut self, mapping: &ParameterMapping, rows: &BorrowedRows<'_>) -> candle_core::Result<()> {
-        self.landings(mapping, 0..rows.rows()).into_iter().try_for_each(|landing| {
-            let Landing { shard, rows: mine, start, first_column } = landing;
+        self.destinations(mapping, 0..rows.rows()).into_iter().try_for_each(|destination| {
+            let Destination { shard, rows: mine, start, first_column } = destination;
             let matrix = self.shards[shard].as_matrix_mut().expect("vectors are not copied");
             matrix.copy_columns(start, &rows.part(mine), first_column)
         })
     }
 
     /// Where the rows `range` of a pushed tensor go.
-    fn landings(&self, mapping: &ParameterMapping, range: Range<usize>) -> Vec<Landing> {
+    fn destinations(&self, mapping: &ParameterMapping, range: Range<usize>) -> Vec<Destination> {
         let ends = mapping.parts.iter().skip(1).map(|part| part.first_row).chain([usize::MAX]);
-        let mut landings = Vec::new();
+        let mut destinations = Vec::new();
         for (part, end) in mapping.parts.iter().zip(ends) {
             for (shard, ShadowShard { placements, .. }) in self.shards.iter().enumerate() {
                 let Placement { slice, start } = &placements[&part.parameter];
@@ -166,11 +192,11 @@ impl ShadowTensor {
                 let rows = range.start.max(held.start)..range.end.min(held.end);
                 if !rows.is_empty() {
                     let start = start + rows.start - held.start;
-                    landings.push(Landing { shard, rows, start, first_column: slice.cols.start });
+                    destinations.push(Destination { shard, rows, start, first_column: slice.cols.start });
                 }
             }
         }
-        landings
+        destinations
     }
 }
 

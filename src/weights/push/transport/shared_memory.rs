@@ -7,7 +7,7 @@ use std::os::unix::fs::{MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, MutexGuard};
 
-use super::regular::check_regular;
+use super::check_regular;
 use crate::error::{Error, Result};
 use crate::memory::{BorrowedMap, Identity};
 
@@ -25,14 +25,10 @@ const MAX_WATCHED: usize = 64;
 pub(in crate::weights::push) struct Segment {
     file: File,
     metadata: Metadata,
-    map: BorrowedMap,
+    pub map: BorrowedMap,
 }
 
 impl Segment {
-    pub fn map(&self) -> &BorrowedMap {
-        &self.map
-    }
-
     fn new(name: &str, file: File, metadata: Metadata) -> Result<Self> {
         let map = BorrowedMap::new(&file).map_err(|e| Error::invalid(FIELD, format!("cannot map {name:?}: {e}")))?;
         Ok(Self { file, metadata, map })
@@ -42,23 +38,18 @@ impl Segment {
     fn is(&self, metadata: &Metadata) -> bool {
         !self.map.is_lost() && is_same(&self.metadata, metadata) && self.metadata.len() == metadata.len()
     }
-
-    /// Whether the segment was removed, so that only this process keeps its memory in use.
-    fn is_removed(&self) -> bool {
-        is_removed(&self.file)
-    }
 }
 
-/// A segment that a push has named, whose client held its lock then and so says with it that it lives. The lock goes
-/// with the client's process, however that ends and in whichever namespace of process ids it is.
+/// A segment that a push has named while its client held the file's lock. The lock ends with the client's process,
+/// however that ends and in whichever namespace of process ids it is.
 #[derive(Debug)]
-struct Watched {
+struct WatchedSegment {
     file: File,
     path: PathBuf,
 }
 
-impl Watched {
-    /// The open file `name`; `None` if nobody holds its lock, so that it does not tell when its client dies.
+impl WatchedSegment {
+    /// The open file `name`; `None` if no process holds its lock, which then does not show when the client dies.
     fn new(name: &str, file: &File) -> Option<Self> {
         if !is_locked(file) {
             return None;
@@ -67,11 +58,11 @@ impl Watched {
     }
 
     fn is(&self, metadata: &Metadata) -> bool {
-        self.file.metadata().is_ok_and(|own| is_same(&own, metadata))
+        self.file.metadata().is_ok_and(|watched| is_same(&watched, metadata))
     }
 
-    /// Removes the file if its client has died without doing so. Returns whether the client still has it.
-    fn look(&self) -> bool {
+    /// Whether the client still has the file. If the client has died without removing it, it is removed.
+    fn check_client(&self) -> bool {
         if is_removed(&self.file) {
             return false;
         }
@@ -80,11 +71,10 @@ impl Watched {
         }
         // The name may be another file's by now.
         if self.path.symlink_metadata().is_ok_and(|there| self.is(&there)) {
+            let path = self.path.display();
             match std::fs::remove_file(&self.path) {
-                Ok(()) => tracing::info!("removed {}, which a dead client has left", self.path.display()),
-                Err(e) => {
-                    tracing::warn!("a dead client has left {}, which cannot be removed: {e}", self.path.display())
-                }
+                Ok(()) => tracing::info!("removed {path}, which a dead client has left"),
+                Err(e) => tracing::warn!("a dead client has left {path}, which cannot be removed: {e}"),
             }
         }
         false
@@ -95,13 +85,14 @@ fn is_same(one: &Metadata, other: &Metadata) -> bool {
     (one.dev(), one.ino()) == (other.dev(), other.ino())
 }
 
+/// Whether the file was removed, so that only processes that have it open keep its memory in use.
 fn is_removed(file: &File) -> bool {
     file.metadata().map_or(true, |metadata| metadata.nlink() == 0)
 }
 
 /// Whether another process holds the lock of the file (flock), as clients do for as long as they live.
 fn is_locked(file: &File) -> bool {
-    // A shared lock, so that servers that look at the same time do not take each other for the client.
+    // A shared lock, so that servers that check at the same time do not take each other for the client.
     match file.try_lock_shared() {
         Ok(()) => {
             // It was locked through this file alone, so that it can be unlocked through it.
@@ -116,23 +107,23 @@ fn is_locked(file: &File) -> bool {
 /// mapping would cost as much as reading it.
 #[derive(Debug, Default)]
 pub struct Segments {
-    kept: Mutex<Option<Arc<Segment>>>,
-    watched: Mutex<Vec<Watched>>,
+    last: Mutex<Option<Arc<Segment>>>,
+    watched: Mutex<Vec<WatchedSegment>>,
 }
 
 impl Segments {
-    /// Unmaps the segment that is kept, if any.
+    /// Unmaps the segment of the last push, if it is mapped.
     pub fn release(&self) {
-        self.kept().take();
+        self.last().take();
     }
 
-    /// Removes segments whose clients have died, and unmaps the one that is kept if it was removed.
+    /// Removes segments whose clients have died, and unmaps the segment of the last push if it was removed.
     pub fn release_removed(&self) {
-        self.watched().retain(Watched::look);
-        self.kept().take_if(|segment| segment.is_removed());
+        self.watched().retain(WatchedSegment::check_client);
+        self.last().take_if(|segment| is_removed(&segment.file));
     }
 
-    /// Opens a segment for reading, and keeps it in place of the last one.
+    /// Opens a segment for reading, and keeps it mapped in place of the last one.
     ///
     /// # Errors
     /// `InvalidArgument` if the name is not one that clients give, or is that of a link or of anything but a regular
@@ -145,43 +136,37 @@ impl Segments {
             return Err(not_found(name));
         }
         self.watch(name, &file, &metadata);
-        let mut kept = self.kept();
-        let segment = match &*kept {
+        let mut last = self.last();
+        let segment = match &*last {
             Some(segment) if segment.is(&metadata) => segment.clone(),
             _ => Arc::new(Segment::new(name, file, metadata)?),
         };
-        *kept = Some(segment.clone());
+        *last = Some(segment.clone());
         Ok(segment)
     }
 
-    /// Watches an open file from now on, if its client can be seen to live.
+    /// Watches an open file from now on, if its lock shows whether its client lives.
     fn watch(&self, name: &str, file: &File, metadata: &Metadata) {
         let mut watched = self.watched();
         if watched.len() < MAX_WATCHED && !watched.iter().any(|segment| segment.is(metadata)) {
-            watched.extend(Watched::new(name, file));
+            watched.extend(WatchedSegment::new(name, file));
         }
     }
 
-    #[cfg(test)]
-    pub(in crate::weights::push) fn last(&self) -> Option<Arc<Segment>> {
-        self.kept().clone()
+    /// The segment of the last push.
+    pub(in crate::weights::push) fn last(&self) -> MutexGuard<'_, Option<Arc<Segment>>> {
+        self.last.lock().expect("no thread panics with the segment")
     }
 
-    fn kept(&self) -> MutexGuard<'_, Option<Arc<Segment>>> {
-        self.kept.lock().expect("nobody panics with the segment")
-    }
-
-    fn watched(&self) -> MutexGuard<'_, Vec<Watched>> {
-        self.watched.lock().expect("nobody panics with the list")
+    fn watched(&self) -> MutexGuard<'_, Vec<WatchedSegment>> {
+        self.watched.lock().expect("no thread panics with the list")
     }
 }
 
 fn open(name: &str) -> Result<File> {
-    if name.len() > MAX_NAME_BYTES {
-        return Err(Error::invalid(
-            FIELD,
-            format!("a name of {} bytes; files have at most {MAX_NAME_BYTES}", name.len()),
-        ));
+    let bytes = name.len();
+    if bytes > MAX_NAME_BYTES {
+        return Err(Error::invalid(FIELD, format!("a name of {bytes} bytes; files have at most {MAX_NAME_BYTES}")));
     }
     if !name.starts_with(PREFIX) || name.contains(['/', '\0']) {
         let what = format!("{name:?} is not the name of a segment below /dev/shm; those start with {PREFIX:?}");
@@ -200,8 +185,8 @@ fn path_of(name: &str) -> PathBuf {
     Path::new("/dev/shm").join(name)
 }
 
-/// The error for a segment that is not there, and for one that the server may not read: the same, so that nobody learns
-/// which it is.
+/// The error for a segment that is not there, and for one that the server may not read: the same, so that a client does
+/// not learn which it is.
 fn not_found(name: &str) -> Error {
     Error::NotFound(format!(
         "/dev/shm/{name} is not there, or not for this server to read; is it on the client's machine, and in the same \

@@ -12,16 +12,16 @@ use crate::error::{Error, Result};
 const MAPPED_BYTES: usize = 32 << 10;
 
 /// Zeroed bytes. A mapped buffer goes back to the operating system when it is dropped.
-pub(super) enum Buffer {
+pub(in crate::weights) enum TensorBuffer {
     Heap(Vec<u8>),
     Mapped(MmapMut),
 }
 
-impl Buffer {
+impl TensorBuffer {
     /// A buffer of `bytes` zeros.
     ///
     /// # Errors
-    /// `ResourceExhausted` if the system has not as much memory.
+    /// `ResourceExhausted` if the system does not have enough memory.
     pub fn zeroed(bytes: usize) -> Result<Self> {
         if bytes < MAPPED_BYTES {
             return Ok(Self::Heap(vec![0; bytes]));
@@ -34,13 +34,13 @@ impl Buffer {
     }
 }
 
-impl Default for Buffer {
+impl Default for TensorBuffer {
     fn default() -> Self {
         Self::Heap(Vec::new())
     }
 }
 
-impl Deref for Buffer {
+impl Deref for TensorBuffer {
     type Target = [u8];
 
     fn deref(&self) -> &[u8] {
@@ -51,7 +51,7 @@ impl Deref for Buffer {
     }
 }
 
-impl DerefMut for Buffer {
+impl DerefMut for TensorBuffer {
     fn deref_mut(&mut self) -> &mut [u8] {
         match self {
             Self::Heap(bytes) => bytes,
@@ -60,8 +60,8 @@ impl DerefMut for Buffer {
     }
 }
 
-impl fmt::Debug for Buffer {
+impl fmt::Debug for TensorBuffer {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "Buffer({} bytes)", self.len())
+        write!(f, "TensorBuffer({} bytes)", self.len())
     }
 }

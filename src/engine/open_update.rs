@@ -1,70 +1,53 @@
 //! The update that is open, and what updates leave for the next one.
 
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use super::command::{OpenUpdate, UpdateBegin};
+use super::command::{UpdateSender, UpdateStatus};
 use super::core::{AwakeBytes, EngineCore};
 use super::drain::Drains;
 use crate::executor::Executor;
 use crate::memory::MemoryUse;
 use crate::types::WeightVersion;
+use crate::weights::UpdateHeader;
 
-/// An open update: its header, from `BeginUpdate` until it is applied, refused or rolled back.
-pub(super) struct Transaction {
-    id: u64,
-    begin: UpdateBegin,
+/// An open update, from `BeginUpdate` until it is applied, refused or rolled back.
+pub(super) struct OpenUpdate {
+    pub id: u64,
+    pub header: Arc<UpdateHeader>,
+    pub sender: UpdateSender,
     /// Whether tensors are written over the weights that serve, instead of beside them.
-    in_place: bool,
+    pub in_place: bool,
     /// Whether its commit has come and waits for requests to end.
     committed: bool,
     opened: Instant,
 }
 
-impl Transaction {
-    pub fn begin(&self) -> &UpdateBegin {
-        &self.begin
-    }
-
-    pub fn id(&self) -> u64 {
-        self.id
-    }
-
-    pub fn is_in_place(&self) -> bool {
-        self.in_place
-    }
-
+impl OpenUpdate {
     /// Whether the client that sends it is gone.
     pub fn is_cancelled(&self) -> bool {
-        self.begin.cancel.is_cancelled()
+        self.sender.cancel.is_cancelled()
     }
 
-    /// What clients are told of it at the time `now`.
-    pub fn facts(&self, now: Instant) -> OpenUpdate {
-        let UpdateBegin { peer, kind, adapter, new_version, activity, .. } = &self.begin;
+    /// Its status at the time `now`.
+    pub fn status(&self, now: Instant) -> UpdateStatus {
         let open_for = now.saturating_duration_since(self.opened);
-        OpenUpdate {
+        UpdateStatus {
             id: self.id,
-            peer: peer.clone(),
-            kind: *kind,
-            adapter: adapter.as_ref().map(|target| target.name.clone()),
-            new_version: *new_version,
+            header: self.header.clone(),
+            peer: self.sender.peer.clone(),
             open_for,
-            idle_for: if self.committed { Duration::ZERO } else { activity.idle().min(open_for) },
+            idle_for: if self.committed { Duration::ZERO } else { self.sender.activity.idle().min(open_for) },
             committed: self.committed,
         }
-    }
-
-    /// The header, for what happens after the transaction has ended.
-    pub fn into_begin(self) -> UpdateBegin {
-        self.begin
     }
 }
 
 /// All updates of the engine: at most one is open, the others have ended.
 pub(super) struct Updates {
-    /// What must fit into the ledger beside an update once everything wakes.
+    /// Memory that must fit into the ledger beside an update once everything wakes.
     pub(super) awake: AwakeBytes,
-    open: Option<Transaction>,
+    open: Option<OpenUpdate>,
     begun: u64,
     applied: u64,
 }
@@ -78,20 +61,20 @@ impl Updates {
     ///
     /// # Panics
     /// If one is open.
-    pub fn open(&mut self, begin: UpdateBegin, in_place: bool, opened: Instant) -> u64 {
+    pub fn open(&mut self, header: Arc<UpdateHeader>, sender: UpdateSender, in_place: bool, opened: Instant) -> u64 {
         assert!(self.open.is_none(), "two updates are open");
         self.begun += 1;
         let id = self.begun;
-        self.open = Some(Transaction { id, begin, in_place, committed: false, opened });
+        self.open = Some(OpenUpdate { id, header, sender, in_place, committed: false, opened });
         id
     }
 
-    pub fn opened(&self) -> Option<&Transaction> {
+    pub fn opened(&self) -> Option<&OpenUpdate> {
         self.open.as_ref()
     }
 
     /// The open update if it is number `id` and its commit has not come.
-    pub fn uncommitted(&self, id: u64) -> Option<&Transaction> {
+    pub fn uncommitted(&self, id: u64) -> Option<&OpenUpdate> {
         self.opened().filter(|open| open.id == id && !open.committed)
     }
 
@@ -100,8 +83,10 @@ impl Updates {
     /// # Panics
     /// If none is open.
     pub fn name_version(&mut self, version: Option<WeightVersion>) {
-        let begin = &mut self.open.as_mut().expect("a commit is of an open update").begin;
-        begin.new_version = version.or(begin.new_version);
+        let open = self.open.as_mut().expect("a commit is of an open update");
+        if version.is_some() {
+            Arc::make_mut(&mut open.header).new_version = version;
+        }
     }
 
     /// The open update's commit has come, and waits for requests to end.
@@ -113,7 +98,7 @@ impl Updates {
     }
 
     /// Ends the open update if there is one and, where `id` is given, it is that one.
-    pub fn end(&mut self, id: Option<u64>) -> Option<Transaction> {
+    pub fn end(&mut self, id: Option<u64>) -> Option<OpenUpdate> {
         self.open.take_if(|open| id.is_none_or(|id| id == open.id))
     }
 
@@ -128,7 +113,7 @@ impl Updates {
 
     /// The number of the open update, or 0.
     pub fn open_number(&self) -> u64 {
-        self.opened().map_or(0, Transaction::id)
+        self.opened().map_or(0, |open| open.id)
     }
 
     /// Asserts that a commit waits exactly if the open update says so, and that memory is reserved for no other update.

@@ -1,0 +1,35 @@
+//! An update: its checked header, and its content as the ranks apply it. A push makes the content.
+
+mod delta;
+mod header;
+mod shadow;
+mod tensor_buffer;
+mod tensors;
+
+use std::sync::Arc;
+
+use super::lora::Adapter;
+
+pub use delta::{Changes, Delta};
+pub(super) use delta::{GAP_BYTES, ParameterDelta};
+pub use header::{
+    AdapterTarget, Allocation, RunningPolicy, Source, TensorEntry, TransitBytes, UpdateHeader, UpdateKind,
+};
+pub(super) use shadow::{RowLayout, Rows, ShadowTensor};
+pub use shadow::{ShadowShard, ShadowWeights};
+pub(super) use tensor_buffer::TensorBuffer;
+pub(super) use tensors::ReceivedTensor;
+pub use tensors::Tensors;
+
+/// The content of an update.
+#[derive(Debug)]
+pub enum WeightUpdate {
+    /// An adapter, to be merged into the base or to stay resident.
+    Lora(Arc<Adapter>),
+    /// Values of every parameter; of a push in place, those that were not written before its end.
+    Full(Arc<Tensors>),
+    /// Values of every parameter, packed as they serve.
+    Packed(ShadowWeights),
+    /// New values of single elements.
+    Delta(Arc<Delta>),
+}
