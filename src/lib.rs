@@ -12,10 +12,9 @@
 //!                      └──────Event───────┘ <──StepOutput──────┘
 //! ```
 //!
-//! 1. [`server`] parses the request into valid types at the door (`server::convert`) and sends a [`engine::Command`].
-//!    It has two doors, `server::grpc` and `server::http`. An HTTP body becomes the protobuf message that gRPC's
-//!    clients send, so that every check and default is there once; each door makes its own answers of the engine's
-//!    events.
+//! 1. [`server`] parses the request into valid types (`server::convert`) and sends a [`engine::Command`]. It serves
+//!    gRPC (`server::grpc`) and HTTP (`server::http`). An HTTP body becomes the protobuf message that gRPC's clients
+//!    send, so that every check and default is there once; each makes its own answers of the engine's events.
 //! 2. [`engine`] adds each prompt with its samples as a group to the [`scheduler`].
 //! 3. Each `step()`: `schedule → launch → collect → update`. The scheduler decides, as plain data (a
 //!    [`types::StepPlan`]), which tokens of which sequences run; the [`executor`]'s ranks run them and sample; the
@@ -35,7 +34,7 @@
 //!
 //! Each goes straight down through the layers. A line names the function and, where its module does not tell, the file.
 //!
-//! A request, from the door to the sampler and back:
+//! A request, from the client to the sampler and back:
 //!
 //! ```text
 //! server    grpc::rollout            generate: deadline, and an end when the client vanishes
@@ -137,7 +136,7 @@
 //! 14. The weights change only between two steps, and only by an order that was checked before: until then a push has
 //!     touched nothing but the ledger (in place: from its first write on the weights are missing, and nothing steps).
 //! 15. Where there is a token file, a call's token is checked before any of its message is received, by one table of
-//!     roles for each door; a method or route without a role fails a test.
+//!     roles for gRPC and HTTP; a method or route without a role fails a test.
 
 pub mod cache;
 pub mod clock;

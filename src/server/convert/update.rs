@@ -6,8 +6,8 @@ use super::{MAX_ADAPTER_NAME_BYTES, MAX_PARAMETER_NAME_BYTES, check_length};
 use crate::engine::{AdapterStatus, AdapterTarget, OpenUpdate, RunningPolicy, UpdateReply};
 use crate::error::{Error, Result};
 use crate::observe::{PushGuard, PushKind, Transport};
-use crate::server::context::ServerInfo;
 use crate::server::pb;
+use crate::server::state::ServerInfo;
 use crate::types::WeightVersion;
 use crate::weights::{Allocation, Dtype, Received, Source, TensorEntry, UpdateKind, UpdateSpec};
 

@@ -8,30 +8,28 @@ use axum::extract::{FromRequest, Request};
 use axum::http::header::{CONTENT_LENGTH, HeaderMap, TRANSFER_ENCODING};
 use tokio::time::timeout;
 
-use super::Door;
-use super::body::Ignored;
-use super::error::HttpError;
+use super::{AppState, HttpError, Ignored};
 use crate::error::shown;
 
 /// Longest value that an error repeats, in bytes.
 const MAX_SHOWN_BYTES: usize = 100;
 /// A body of up to so many bytes is received, so that its connection can be used again.
 const DISCARDED_BYTES: usize = 16 << 10;
-/// Longest time that an order waits for a body that nobody reads.
+/// Longest time that a call waits for a body that is not read.
 const DISCARD: Duration = Duration::from_secs(1);
 
 /// The arguments of a query, in their order.
 #[derive(Debug, Default)]
 pub(super) struct Query {
     pairs: Vec<(String, String)>,
-    /// Whether a body came with it, which nobody reads.
+    /// Whether a body came with it, which is not read.
     has_body: bool,
 }
 
-impl FromRequest<Door> for Query {
+impl FromRequest<AppState> for Query {
     type Rejection = HttpError;
 
-    async fn from_request(request: Request, _: &Door) -> Result<Self, HttpError> {
+    async fn from_request(request: Request, _: &AppState) -> Result<Self, HttpError> {
         let (parts, body) = request.into_parts();
         let has_body = has_body(&parts.headers);
         if has_body {
@@ -90,7 +88,7 @@ impl Query {
         }
     }
 
-    /// What came and has no effect: arguments other than `known`, and a body.
+    /// The parts of the request that have no effect: arguments other than `known`, and a body.
     pub(super) fn ignored(&self, known: &[&str]) -> Ignored {
         let names: BTreeSet<_> = self.pairs.iter().map(|(key, _)| key.as_str()).collect();
         let mut ignored = Ignored::default();

@@ -11,9 +11,9 @@ use crate::engine::{Activity, CancelFlag, Command, EngineHandle, Reply, UpdateBe
 use crate::error::{Error, Result};
 use crate::observe::PushGuard;
 use crate::server::calls::{ask, engine_gone, reply_channel};
-use crate::server::context::ServingContext;
 use crate::server::convert::{ReceivedFacts, Terms, ValidHeader};
 use crate::server::pb;
+use crate::server::state::ServingContext;
 use crate::types::WeightVersion;
 use crate::weights::{Received, Receiver, TensorEntry, WeightUpdate};
 
@@ -44,11 +44,11 @@ pub(in crate::server) struct Sender {
     pub(in crate::server) activity: Activity,
     pub(super) cancel: CancelFlag,
     pub(super) ended: Reply<Error>,
-    /// Tells observers of the push.
+    /// Records the push for observers.
     pub(super) noted: PushGuard,
 }
 
-/// What the thread is told of a push.
+/// A message to the thread.
 enum PushMessage {
     Declare(Vec<TensorEntry>),
     Write { tensor: u32, offset: u64, data: Bytes },

@@ -189,9 +189,9 @@ struct PromptLogprob {
 /// The tokens that stand or might have stood at one place of a prompt, by their ids.
 #[derive(Debug, ToSchema)]
 #[schema(value_type = std::collections::BTreeMap<String, PromptLogprob>)]
-struct Place(Vec<(TokenId, PromptLogprob)>);
+struct PromptPosition(Vec<(TokenId, PromptLogprob)>);
 
-impl Serialize for Place {
+impl Serialize for PromptPosition {
     fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
         serializer.collect_map(self.0.iter().map(|(token, logprob)| (token, logprob)))
     }
@@ -200,10 +200,10 @@ impl Serialize for Place {
 /// Log-probabilities of a prompt's tokens: null for the first, then one object for each place.
 #[derive(Debug, Serialize, ToSchema)]
 #[serde(transparent)]
-pub(in crate::server::http) struct PromptLogprobs(Vec<Option<Place>>);
+pub(in crate::server::http) struct PromptLogprobs(Vec<Option<PromptPosition>>);
 
 impl PromptLogprobs {
-    /// Those of a prompt that begins with `first` and goes on with `rest`, with the `top` most likely tokens each. They
+    /// Those of a prompt that begins with `first` and continues with `rest`, with the `top` most likely tokens each. They
     /// are of the model's own distribution.
     pub(in crate::server::http) fn new(
         first: TokenId,
@@ -212,7 +212,7 @@ impl PromptLogprobs {
         mut texts: TokenTexts,
     ) -> Self {
         texts.next(first);
-        let place = |token: &TokenLogprobs| {
+        let position = |token: &TokenLogprobs| {
             let others = token.top.iter().take(top).zip(1..).filter(|((other, _), _)| *other != token.token);
             let others: Vec<_> = others
                 .map(|(&(other, value), rank)| {
@@ -222,8 +222,8 @@ impl PromptLogprobs {
                 .collect();
             let decoded_token = texts.next(token.token);
             let own = PromptLogprob { logprob: written(token.raw), rank: token.rank, decoded_token };
-            Some(Place(std::iter::once((token.token, own)).chain(others).collect()))
+            Some(PromptPosition(std::iter::once((token.token, own)).chain(others).collect()))
         };
-        Self(std::iter::once(None).chain(rest.iter().map(place)).collect())
+        Self(std::iter::once(None).chain(rest.iter().map(position)).collect())
     }
 }

@@ -8,8 +8,6 @@ use axum::http::header::{
 };
 use axum::response::{IntoResponse, Response};
 
-use super::error::{ErrorBody, HttpError};
-
 /// Nothing but what this server sends is loaded, run or asked: no other host, and no script inside of the page.
 const POLICY: &str = "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src data:; \
                       base-uri 'none'; form-action 'none'; frame-ancestors 'none'";
@@ -45,7 +43,7 @@ pub(super) async fn part(name: Result<Path<String>, PathRejection>) -> Result<Re
     Ok(file(kind, text))
 }
 
-/// A file of the page. A browser asks for it anew each time, so that a newer server's page never runs with older files.
+/// A file of the page. A browser requests it each time, so that a newer server's page never runs with older files.
 fn file(kind: &'static str, text: &'static str) -> Response {
     let headers = [
         (CONTENT_TYPE, kind),
