@@ -30,8 +30,7 @@ pub(super) struct Named {
 
 /// Which file a path leads to, and when it was last changed. Links are followed, so that a link that is turned to another
 /// file is a change.
-#[derive(Clone, Debug, PartialEq, Eq)]
-struct Stamp(Option<[i64; 7]>);
+type Stamp = Option<[i64; 7]>;
 
 impl Named {
     pub(super) fn new(flag: &'static str, path: &Path) -> Self {
@@ -77,7 +76,7 @@ impl Named {
             let (device, inode, length) = (m.dev() as i64, m.ino() as i64, m.len() as i64);
             [device, inode, length, m.mtime(), m.mtime_nsec(), m.ctime(), m.ctime_nsec()]
         };
-        Stamp(self.path.metadata().ok().map(facts))
+        self.path.metadata().ok().map(facts)
     }
 }
 
@@ -107,8 +106,22 @@ impl<T> Reloaded<T> {
     pub(super) fn subscribe(&self) -> watch::Receiver<Arc<T>> {
         self.current.subscribe()
     }
+}
 
+fn stamps(files: &[Named]) -> Vec<Stamp> {
+    files.iter().map(Named::stamp).collect()
+}
+
+/// A [`Reloaded`] value of any type.
+pub(super) trait Reload: Send {
     /// Makes the value again if the files have changed since they were read, and not since the last check.
+    fn check(&mut self);
+
+    /// Makes the value again, if the files are right.
+    fn reload(&mut self);
+}
+
+impl<T: Send + Sync> Reload for Reloaded<T> {
     fn check(&mut self) {
         let now = stamps(&self.files);
         if now == self.read {
@@ -120,7 +133,6 @@ impl<T> Reloaded<T> {
         }
     }
 
-    /// Makes the value again, if the files are right.
     fn reload(&mut self) {
         // Before they are read, so that the next check finds a change in between.
         self.read = stamps(&self.files);
@@ -132,26 +144,6 @@ impl<T> Reloaded<T> {
             }
             Err(error) => tracing::error!("{} not changed: {error}", self.name),
         }
-    }
-}
-
-fn stamps(files: &[Named]) -> Vec<Stamp> {
-    files.iter().map(Named::stamp).collect()
-}
-
-/// A [`Reloaded`] value of any type.
-pub(super) trait Reload: Send {
-    fn check(&mut self);
-    fn reload(&mut self);
-}
-
-impl<T: Send + Sync> Reload for Reloaded<T> {
-    fn check(&mut self) {
-        self.check();
-    }
-
-    fn reload(&mut self) {
-        self.reload();
     }
 }
 

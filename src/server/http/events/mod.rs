@@ -146,8 +146,10 @@ pub(super) async fn events(
     let permit = feeds.acquire().await?;
     // One event, so that a reader that stops holds no more.
     let (sender, receiver) = mpsc::channel(1);
-    let feed = Feed::new(&app.server, feeds.requests, caller);
-    tokio::spawn(run(feed, sender, (feeds.stop, app.server.panics.clone()), (hang_up, feeds.unread), PACE));
+    let Feeds { requests, stop, unread, .. } = feeds;
+    let feed = Feed::new(&app.server, requests, caller);
+    let sender = FeedSender { sender, hang_up, unread, stop, panics: app.server.panics, pace: PACE };
+    tokio::spawn(sender.run(feed));
     let body = Body::from_stream(ReceiverStream::new(receiver).map(move |event: Bytes| {
         let _: &OwnedSemaphorePermit = &permit;
         Ok::<_, std::convert::Infallible>(event)
@@ -156,48 +158,55 @@ pub(super) async fn events(
     Ok((StatusCode::OK, headers, body).into_response())
 }
 
-/// Sends the feed's events to its reader until the reader leaves or stops reading, or the server ends.
-async fn run(
-    mut feed: Feed,
+/// Sends events to the reader of one feed.
+struct FeedSender {
     sender: mpsc::Sender<Bytes>,
-    (stop, panics): (CancellationToken, Panics),
-    (hang_up, unread): (CancellationToken, Unread),
+    /// Closes the reader's connection.
+    hang_up: CancellationToken,
+    unread: Unread,
+    stop: CancellationToken,
+    panics: Panics,
     pace: Pace,
-) {
-    let mut ticks = interval(pace.tick);
-    ticks.set_missed_tick_behavior(MissedTickBehavior::Delay);
-    loop {
-        tokio::select! {
-            _ = ticks.tick() => {}
-            () = sender.closed() => return,
-            () = stop.cancelled() => return end(&sender, &hang_up),
-        }
+}
+
+impl FeedSender {
+    /// Sends the feed's events until the reader leaves or stops reading, or the server ends.
+    async fn run(self, mut feed: Feed) {
+        let mut ticks = interval(self.pace.tick);
+        ticks.set_missed_tick_behavior(MissedTickBehavior::Delay);
         loop {
-            // A panic ends this feed alone.
-            let Ok((event, has_more)) = panics.catch(|| feed.next()) else { return };
             tokio::select! {
-                sent = sender.send(event) => if sent.is_err() { return },
-                () = stop.cancelled() => return end(&sender, &hang_up),
-                () = stalled(&unread, &hang_up, pace) => return end(&sender, &hang_up),
+                _ = ticks.tick() => {}
+                () = self.sender.closed() => return,
+                () = self.stop.cancelled() => return self.end(),
             }
-            if !has_more {
-                break;
+            loop {
+                // A panic ends this feed alone.
+                let Ok((event, has_more)) = self.panics.catch(|| feed.next()) else { return };
+                tokio::select! {
+                    sent = self.sender.send(event) => if sent.is_err() { return },
+                    () = self.stop.cancelled() => return self.end(),
+                    () = self.stalled() => return self.end(),
+                }
+                if !has_more {
+                    break;
+                }
             }
         }
     }
-}
 
-/// Returns once an event has been unread for too long. After one tick its feed may be closed for a new one.
-async fn stalled(unread: &Unread, hang_up: &CancellationToken, pace: Pace) {
-    sleep(pace.tick).await;
-    let _unread = unread.note(hang_up);
-    sleep(pace.stall.saturating_sub(pace.tick)).await;
-}
+    /// Returns once an event has been unread for too long. After one tick its feed may be closed for a new one.
+    async fn stalled(&self) {
+        sleep(self.pace.tick).await;
+        let _unread = self.unread.note(&self.hang_up);
+        sleep(self.pace.stall.saturating_sub(self.pace.tick)).await;
+    }
 
-/// Ends a feed, and the connection with it if its reader has left an event unread: the rest would wait for it.
-fn end(sender: &mpsc::Sender<Bytes>, hang_up: &CancellationToken) {
-    if sender.capacity() == 0 {
-        hang_up.cancel();
+    /// Ends the feed, and the connection with it if the reader has left an event unread: the rest would wait for it.
+    fn end(&self) {
+        if self.sender.capacity() == 0 {
+            self.hang_up.cancel();
+        }
     }
 }
 
@@ -221,8 +230,9 @@ mod tests {
         let stop = CancellationToken::new();
         let (hang_up, feed) =
             (CancellationToken::default(), Feed::new(&server, RequestListCache::default(), Caller::default()));
-        let running =
-            tokio::spawn(run(feed, sender, (stop.clone(), server.panics), (hang_up.clone(), unread.clone()), pace));
+        let (unread, panics) = (unread.clone(), server.panics);
+        let sender = FeedSender { sender, hang_up: hang_up.clone(), unread, stop: stop.clone(), panics, pace };
+        let running = tokio::spawn(sender.run(feed));
         (receiver, stop, hang_up, running)
     }
 
