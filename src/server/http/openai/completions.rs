@@ -11,7 +11,7 @@ use serde_json::value::RawValue;
 use utoipa::ToSchema;
 
 use super::answers::{Chunks, Null, Report, StopReason, Usage, VersionSpan, finish_reason};
-use super::logprobs::{ALTERNATIVE, LOGPROB, Logprobs, PromptLogprobs, TokenTexts};
+use super::logprobs::{Logprobs, PromptLogprobs, TokenTexts};
 use super::prompt::{PromptInput, Prompts};
 use super::request_id;
 use super::sampling::{LogprobsMode, Sampling, UNSUPPORTED};

@@ -8,6 +8,8 @@ use axum::http::header::{
 };
 use axum::response::{IntoResponse, Response};
 
+use crate::server::http::{ErrorBody, HttpError};
+
 /// Nothing but what this server sends is loaded, run or asked: no other host, and no script inside of the page.
 const POLICY: &str = "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src data:; \
                       base-uri 'none'; form-action 'none'; frame-ancestors 'none'";
