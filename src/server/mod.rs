@@ -71,7 +71,7 @@ const MAX_CONCURRENT_STREAMS: u32 = 4096;
 const STREAM_WINDOW: u32 = 8 << 20;
 /// Bytes that the client may send on all streams of a connection before they are read.
 const CONNECTION_WINDOW: u32 = 16 << 20;
-/// How often to look for segments of pushes that their owners have removed, and which are still mapped here.
+/// Time between two checks for segments of pushes that their owners have removed, and that are still mapped here.
 const SEGMENT_WATCH: Duration = Duration::from_secs(1);
 /// Bytes by which requests and connections must shrink for a trim of the heap. A trim walks all free memory, and the
 /// next burst fetches again what the trim gave back.

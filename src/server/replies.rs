@@ -131,7 +131,7 @@ impl<W: Writer> Stream for ReplyStream<W> {
             if this.ended {
                 return Poll::Ready(None);
             }
-            // The deadline is polled before the events, because a busy stream would never come to it.
+            // The deadline is polled before the events, because a busy stream would never reach it.
             if this.deadline.as_mut().poll(cx).is_ready() {
                 return this.fail(deadline_exceeded());
             }

@@ -70,7 +70,7 @@ impl ValidRequest {
         (bytes.sum::<usize>() + 2 * longest) as u64
     }
 
-    /// Bytes of all grammars, of which several prompts may share one, without what each sample has for itself.
+    /// Bytes of all grammars, without the state of each sample. Several prompts may share one.
     fn grammar_bytes(&self) -> usize {
         let all = self.grammar.iter().chain(self.prompt_sampling.values().filter_map(|own| own.grammar.as_ref()));
         let mut counted = HashSet::new();

@@ -9,7 +9,7 @@ use crate::error::{Error, Result};
 use crate::grammar::{Grammar, GrammarSource};
 use crate::types::{Distribution, SamplingParams, TokenId};
 
-/// Smallest temperature that is not greedy, and smallest repetition penalty. A float32 logit divided by less comes
+/// Smallest temperature that is not greedy, and smallest repetition penalty. A float32 logit divided by less is
 /// close to overflowing, and its distribution is the greedy one anyway.
 const MIN_DIVISOR: f32 = 1e-6;
 /// Largest magnitude of a logit bias: more than enough to force or to ban a token, and still finite after two divisions
@@ -19,7 +19,7 @@ const MAX_LOGIT_BIAS: f32 = 1e9;
 const MAX_STOP_STRINGS: usize = 64;
 /// Longest stop string in bytes: a stream holds back this much text.
 const MAX_STOP_STRING_BYTES: usize = 1024;
-/// Most grammars of one request: each is compiled when the request comes, and kept while it runs.
+/// Most grammars of one request: each is compiled when the request is received, and kept while it runs.
 const MAX_GRAMMARS: usize = 64;
 
 /// Checks the `SamplingParams` of a `GenerateRequest`.
@@ -226,7 +226,7 @@ pub(super) fn prompt_sampling(
     Ok(own)
 }
 
-/// The grammars of one request, each of which its prompts share.
+/// The grammars of one request, which its prompts share.
 #[derive(Default)]
 struct Grammars(HashMap<(GrammarSource, Vec<TokenId>), Arc<Grammar>>);
 

@@ -53,7 +53,7 @@ pub(super) fn requested(
 }
 
 impl RequestedGrammar {
-    /// Path of the field that asks for it.
+    /// Path of its field.
     pub(super) fn field(&self) -> String {
         format!("{FIELD}.{}", self.name)
     }

@@ -193,7 +193,7 @@ impl Drop for Call {
 }
 
 /// The body of a response, whose trailers have the status of the call. Streams make their messages while they are sent,
-/// so a panic may come here too.
+/// so a panic may happen here too.
 struct TrackedBody {
     /// None after a panic.
     body: Option<Body>,

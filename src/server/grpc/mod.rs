@@ -37,7 +37,7 @@ pub(super) const HEALTH_NAMES: [&str; 4] =
 /// Largest message of a reflection or health request in bytes. It is a name, and each open stream may keep one.
 const MAX_NAME_BYTES: usize = 4 << 10;
 
-/// All services behind their middleware, of which the last layer runs first.
+/// All services behind their middleware. The last layer runs first.
 pub(super) fn routes(server: &ServerState, access: &Access, health: HealthServer<impl Health>) -> Result<Routes> {
     let reflection = || {
         tonic_reflection::server::Builder::configure()

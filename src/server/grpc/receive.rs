@@ -29,7 +29,7 @@ use crate::server::{ServerState, pb};
 pub(super) const MAX_LARGE_BYTES: usize = 64 << 20;
 /// Largest message of any other method in bytes: names of parameters, ids of requests.
 const MAX_SMALL_BYTES: usize = 4 << 20;
-/// Largest message in bytes of a method that needs no token: the name of a service whose health is asked for.
+/// Largest message in bytes of a method that needs no token: the name of a service in a health check.
 const MAX_OPEN_BYTES: usize = 4 << 10;
 /// Limit on the bytes of calls that need no token, so that they take no room from the others, and of all calls while
 /// the model loads and there is no ledger yet.
@@ -114,7 +114,7 @@ struct IncomingMessage {
 ///
 /// # Errors
 /// `InvalidArgument` if the frames are not exactly one message within the size limit, `ResourceExhausted` if there is
-/// no room for it, `DeadlineExceeded` if it comes too slowly, `Unavailable` if the stream breaks.
+/// no room for it, `DeadlineExceeded` if it is too slow, `Unavailable` if the stream breaks.
 async fn gather<E: std::fmt::Display>(
     frames: impl Stream<Item = std::result::Result<Bytes, E>> + Unpin,
     traffic: &Traffic,

@@ -17,7 +17,7 @@ pub(super) struct GenerateWriter {
     request_id: String,
     /// The prompts that have not been sent back, by their index.
     prompts: Vec<Option<Prompt>>,
-    /// Whether the request asked for `top_logprobs`.
+    /// Whether the request has `top_logprobs`.
     top: bool,
 }
 
@@ -102,7 +102,7 @@ impl GenerateWriter {
         })
     }
 
-    /// The list that goes with `top_logprobs`: empty unless the request asked for them.
+    /// A list beside the log-probabilities: empty unless the request has `top_logprobs`.
     fn if_top<T>(&self, list: impl FnOnce() -> Vec<T>) -> Vec<T> {
         if self.top { list() } else { Vec::new() }
     }

@@ -102,7 +102,7 @@ pub(super) struct UpdateMessages {
     charge: Charge,
 }
 
-/// A chunk whose data has not come completely.
+/// A chunk whose data is incomplete.
 #[derive(Debug, PartialEq)]
 struct OpenChunk {
     tensor: u32,
@@ -121,7 +121,7 @@ impl UpdateMessages {
         Self { frames: Box::pin(frames), activity, idle_limit: Duration::MAX, front, rest, chunk: None, charge }
     }
 
-    /// Makes the decoder end the push when no byte has come for `idle_limit`.
+    /// Makes the decoder end the push after `idle_limit` without a byte.
     pub(super) fn with_idle_limit(self, activity: Activity, idle_limit: Duration) -> Self {
         Self { activity, idle_limit, ..self }
     }
@@ -131,7 +131,7 @@ impl UpdateMessages {
     ///
     /// # Errors
     /// `InvalidArgument` for a message that is malformed, cut off, too long, compressed or empty; `ResourceExhausted`
-    /// if there is no room for it; `Aborted` if the stream breaks, or nothing comes for too long.
+    /// if there is no room for it; `Aborted` if the stream breaks or is idle for too long.
     pub(super) async fn next(&mut self) -> Result<Option<Kind>> {
         // The caller has handled the message before, which counts as activity.
         self.activity.touch();
@@ -166,7 +166,7 @@ impl UpdateMessages {
         let data = self.front.split_to(left.min(self.front.len()));
         let left = left - data.len();
         if left > 0 {
-            // An offset that is too large is refused when its first piece is handled.
+            // An offset that is too large is rejected when its first piece is handled.
             self.chunk = Some(OpenChunk { tensor, offset: offset.saturating_add(data.len() as u64), left });
         }
         Ok(Kind::Chunk(pb::Chunk { tensor, offset, data }))

@@ -141,7 +141,7 @@ pub(super) struct TimelinePart {
     /// Spans that end after this time, in nanoseconds since 1970; 0 or less for all that are kept.
     #[serde(default)]
     since: i64,
-    /// Most spans of each track, of which the newest are given; 0 means 8192.
+    /// Most spans of each track; the newest are returned. 0 means 8192.
     #[serde(default)]
     #[param(value_type = u64)]
     max_spans: u32,

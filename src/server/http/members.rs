@@ -7,7 +7,7 @@ use std::marker::PhantomData;
 use serde::de::{self, Deserializer, IgnoredAny, MapAccess, Visitor};
 use serde_json::value::RawValue;
 
-/// Values that ask for nothing, which clients send for members that they do not use.
+/// Neutral values, which clients send for members that they do not use.
 const NEUTRAL: [&str; 11] =
     ["null", "false", "\"\"", "[]", "{}", "0", "1", "1.0", "\"none\"", "\"auto\"", "[\"text\"]"];
 
@@ -17,8 +17,8 @@ pub(super) trait Members: Default {
     fn read<'de, A: MapAccess<'de>>(&mut self, name: &str, map: &mut A) -> Result<bool, A::Error>;
 }
 
-/// Defines a struct of optional members, each of which may be null, and of groups of such members (`..group: Group`), and
-/// implements [`Members`] and `Deserialize` for it. Members named in `rejects` are an error unless they ask for nothing.
+/// Defines a struct of optional members, which may be null, and of groups of such members (`..group: Group`), and
+/// implements [`Members`] and `Deserialize` for it. Members named in `rejects` are an error unless their value is neutral.
 /// All others have no effect, and the answer's header names them.
 macro_rules! members {
     ($(#[$about:meta])* $visibility:vis struct $name:ident {
@@ -63,7 +63,7 @@ macro_rules! members {
 }
 pub(super) use members;
 
-/// Fails if the member `name` is one of `rejected` and asks for something; false if it is not one of them.
+/// Fails if the member `name` is one of `rejected` and its value is not neutral; false if it is not one of them.
 pub(super) fn reject<'de, A: MapAccess<'de>>(rejected: &[&str], name: &str, map: &mut A) -> Result<bool, A::Error> {
     if !rejected.contains(&name) {
         return Ok(false);

@@ -41,12 +41,12 @@ impl FromRequest<AppState> for Query {
     }
 }
 
-/// Receives a body and drops it. One that is too long, or comes too slowly, ends its connection with the answer.
+/// Receives a body and drops it. After one that is too long or too slow, the connection closes with the answer.
 async fn discard(body: Body) {
     let _ = timeout(DISCARD, to_bytes(body, DISCARDED_BYTES)).await;
 }
 
-/// Whether a body comes, as far as the headers say.
+/// Whether the headers announce a body.
 pub(super) fn has_body(headers: &HeaderMap) -> bool {
     headers.contains_key(TRANSFER_ENCODING) || headers.get(CONTENT_LENGTH).is_some_and(|length| length != "0")
 }
@@ -57,8 +57,8 @@ impl Query {
         self.pairs.iter().filter(move |(key, _)| key == name).map(|(_, value)| value.as_str())
     }
 
-    /// The value of an argument, of which `choices` has every text; the first choice if it is not there. Where it comes
-    /// several times the last one counts.
+    /// The value of an argument that is one of `choices`; the first choice if it is absent. If it is repeated, the last
+    /// one counts.
     ///
     /// # Errors
     /// 400 with the argument's name.

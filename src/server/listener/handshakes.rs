@@ -47,7 +47,7 @@ pub(super) struct Handshakes {
 }
 
 impl Handshakes {
-    /// Handshakes for a port of at most `max_connections`, of which they take up to a quarter.
+    /// Handshakes for a port of at most `max_connections`. They take up to a quarter of these.
     pub(super) fn new(tls: Tls, max_connections: usize) -> Self {
         Self {
             tls,
@@ -103,7 +103,7 @@ impl Handshakes {
         }
     }
 
-    /// Logs a failed handshake, at most once in [`super::LOG_INTERVAL`], because TLS tells the client little or nothing.
+    /// Logs a failed handshake, at most once in [`super::LOG_INTERVAL`], because the client learns little or nothing from TLS.
     fn log(&mut self, peer: Option<SocketAddr>, error: &io::Error) {
         let peer = peer.map_or_else(|| "a client".to_owned(), |peer| peer.to_string());
         if matches!(error.kind(), io::ErrorKind::UnexpectedEof | io::ErrorKind::ConnectionReset) {

@@ -154,7 +154,7 @@ pub(in crate::server) struct Http2Connection {
     stream: Take<Socket>,
     info: TcpConnectInfo,
     frames: FrameReader,
-    /// Fires when the first frame is overdue; None once that has come.
+    /// Fires when the first frame is overdue; None once it is here.
     deadline: Option<Pin<Box<Sleep>>>,
     _permit: ConnectionPermit,
 }

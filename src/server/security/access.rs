@@ -25,7 +25,7 @@ const MAX_TOKENS: usize = 1024;
 pub(in crate::server) enum Role {
     /// No token is needed: liveness, which orchestrators ask without one.
     Anyone,
-    /// Generate, score, abort your own requests, and look at the server.
+    /// Generate, score, abort your own requests, and read the server's state.
     Generate,
     /// Everything: weights, sleep, pause, other clients' requests.
     Control,

@@ -38,7 +38,7 @@ pub struct TlsFiles {
     pub cert: PathBuf,
     /// The certificate's private key.
     pub key: PathBuf,
-    /// Authorities, by one of which every client must have a certificate; None asks for none.
+    /// Authorities, one of which must have issued every client's certificate; None requires no certificate.
     pub client_ca: Option<PathBuf>,
 }
 

@@ -120,7 +120,7 @@ fn validity(certificate: &[u8]) -> Option<(i64, i64)> {
 }
 
 /// Warns of a certificate that clients will reject because of its dates. It is served all the same: the clock may be
-/// wrong, and the next certificate come while the server runs.
+/// wrong, and the next certificate may be put in place while the server runs.
 fn warn_if_not_valid(file: &Named, certificate: &CertificateDer<'_>) {
     let now = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |since| since.as_secs() as i64);
     let (flag, path) = (file.flag, file.path.display());

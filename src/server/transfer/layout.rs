@@ -80,11 +80,11 @@ fn pack(single: &[Broadcast], packing: Packing) -> Result<Vec<Broadcast>> {
 
 /// Splits the received bytes into tensors.
 pub(super) struct Cursor {
-    /// Number of the tensor that comes, among those of the whole push.
+    /// Number of the current tensor, among those of the whole push.
     tensor: u32,
-    /// Bytes of the tensor that came.
+    /// Received bytes of the tensor.
     offset: u64,
-    /// Bytes of the tensors, from the one that comes on.
+    /// Bytes of the tensors, from the current one on.
     sizes: std::vec::IntoIter<u64>,
     size: u64,
 }

@@ -194,8 +194,8 @@ impl TransferSession {
         }
     }
 
-    /// Receives tensors of a push, of which `declared` have come, and returns them. Where this ends early, or is
-    /// dropped, the group is left with the push.
+    /// Receives tensors of a push after the first `declared`, and returns them. If this fails or is dropped, the session
+    /// leaves the group and the push ends.
     async fn receive(
         &mut self,
         context: &ServingContext,
@@ -212,7 +212,7 @@ impl TransferSession {
     }
 }
 
-/// Receives tensors of a push, of which `declared` have come. The inner result is that of the push; the outer one is an
+/// Receives tensors of a push after the first `declared`. The inner result is that of the push; the outer one is an
 /// error if the trainer may still broadcast something of it.
 async fn receive(
     context: &ServingContext,

@@ -235,7 +235,7 @@ impl Drop for Question {
 }
 
 impl RequestListCache {
-    /// The last answer. If it is old, the engine is asked for the next one.
+    /// The last answer. If it is old, this asks the engine for the next one.
     fn get(&self, engine: &EngineHandle) -> Answer {
         let answer = self.answer.borrow().clone();
         let is_due = answer.1.is_none_or(|at| at.elapsed() >= self.interval);

@@ -38,7 +38,7 @@ members! {
         logprobs: u32,
         /// Whether the text begins with the prompt (default: false).
         echo: bool,
-        /// Whether a text gets the special tokens that the model wants around a text (default: true).
+        /// Whether the tokenizer adds its special tokens to a text (default: true).
         add_special_tokens: bool,
         ..sampling: Sampling,
     } rejects UNSUPPORTED;

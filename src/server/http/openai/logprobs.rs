@@ -10,14 +10,14 @@ use super::sampling::LogprobsMode;
 use crate::text::{IncrementalDetokenizer, Tokenizer};
 use crate::types::{TokenId, TokenLogprobs};
 
-/// Bytes that the log-probability of a token takes while it is turned into text, and that of each token that might have
-/// come instead: texts of their own, in lists that grow.
+/// Bytes that the log-probability of a token takes while it is turned into text, and that of each of its alternatives:
+/// texts of their own, in lists that grow.
 pub(super) const LOGPROB: usize = 192;
 pub(super) const ALTERNATIVE: usize = 80;
 /// Stands for minus infinity, which JSON cannot write.
 const MINUS_INFINITY: f32 = -9999.0;
 
-/// `logprob` as JSON can write it: -9999 for minus infinity, null for NaN, which says that the policy is broken.
+/// `logprob` as JSON can write it: -9999 for minus infinity, null for NaN, which means that the policy is broken.
 pub(in crate::server::http) fn written(logprob: f32) -> Option<f32> {
     match logprob {
         f32::NEG_INFINITY => Some(MINUS_INFINITY),
@@ -57,7 +57,7 @@ impl TokenTexts {
         text
     }
 
-    /// The text of a token that might have come next.
+    /// The text of an alternative to the next token.
     pub(super) fn alternative(&self, token: TokenId) -> String {
         self.tokenizer.as_ref().map_or_else(|| by_id(token), |tokenizer| tokenizer.decode(&[token], false))
     }

@@ -37,7 +37,7 @@ members! {
         logit_bias: BTreeMap<TokenKey, f32>,
         /// Only these tokens may be sampled.
         allowed_token_ids: Vec<u32>,
-        /// Seed of the request; each sample gets a seed of its own, made of it.
+        /// Seed of the request, from which each sample's own seed is derived.
         seed: i64,
         /// Samples of each prompt (default: 1).
         pub(super) n: u32,

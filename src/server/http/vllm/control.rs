@@ -91,7 +91,7 @@ pub(super) async fn sleep(State(app): State<AppState>, query: Query) -> Result<R
 pub(super) struct Awake {
     /// `awake`, or `sleeping` while some memory is still given back.
     status: &'static str,
-    /// The tags that were asked for; null for all.
+    /// The requested tags; null for all.
     tags: Option<Vec<&'static str>>,
 }
 

@@ -122,7 +122,7 @@ fn config(context: &ServingContext) -> Value {
     // Null without `--max-adapters`.
     let lora =
         (info.max_adapters > 0).then(|| json!({ "max_lora_rank": info.max_lora_rank, "max_loras": info.max_adapters }));
-    // Null on devices to which no trainer can broadcast weights; they come over gRPC, in shared memory or from files.
+    // Null on devices to which no trainer can broadcast weights; pushes use gRPC, shared memory or files there.
     let weight_transfer = context.trainers.library().map(|backend| json!({ "backend": backend }));
     json!({
         "model_config": {

@@ -140,7 +140,7 @@ fn message(
 /// The samples of a request.
 #[derive(Default, Serialize, ToSchema)]
 pub(in crate::server::http) struct InferenceAnswer<'a> {
-    /// `generate-tokens-` and the id that was asked for, or a random one.
+    /// `generate-tokens-` and the requested id, or a random one.
     request_id: &'a str,
     model: &'a str,
     created: u64,

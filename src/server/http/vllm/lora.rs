@@ -52,7 +52,7 @@ pub(super) async fn load(
     }
     let context = app.server.context()?;
     check_name(&context, &name)?;
-    // The engine takes one update at a time, so loads wait for each other instead of being refused.
+    // The engine takes one update at a time, so loads wait for each other instead of being rejected.
     let _turn = app.loads.acquire().await.map_err(|e| Error::Internal(e.to_string()))?;
     if !load_inplace && is_resident(&context, &name).await? {
         return Err(taken(&name));
@@ -101,7 +101,7 @@ pub(super) async fn unload(State(app): State<AppState>, body: JsonBody<UnloadAda
     let remove =
         Command::RemoveAdapter { name: removed, expected_generation: None, cancel: cancel.flag.clone(), reply };
     context.engine.send(remove)?;
-    // Commands are executed in their order. Once this one is answered, the removal has begun or was refused.
+    // Commands are executed in their order. Once this one is answered, the removal has begun or was rejected.
     ask(&context.engine, |reply| Command::ListAdapters { reply }).await?;
     match refused.try_recv() {
         Ok(Err(Error::NotFound(_))) => {

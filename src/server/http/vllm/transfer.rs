@@ -132,9 +132,9 @@ pub(super) async fn start_weight_update(
     Ok(done(&query.ignored(&[]), "Weight update started"))
 }
 
-/// Receives tensors of the push that was begun; answers when the trainer has broadcast all of them. Tensors that are
-/// refused are received all the same, so that the trainer comes to the end of its broadcasts. Where the call cannot be
-/// read, the group is left.
+/// Receives tensors of the push that was begun; answers when the trainer has broadcast all of them. Rejected
+/// tensors are received all the same, so that the trainer gets to the end of its broadcasts. If the body of the call is
+/// invalid, the server leaves the group.
 #[utoipa::path(post, path = "/update_weights", request_body = Update, responses(
     (status = 200, body = Transferred),
     (status = 400, description = "a tensor that the model does not have so; the push is dropped. A member that is \
@@ -166,7 +166,7 @@ async fn read(app: &AppState, request: Request) -> Result<(BroadcastTensors, Ign
     Ok((announced(update_info)?, ignored, charge))
 }
 
-/// Ends the push: all its parameters serve from the next step on, or it is refused and nothing has changed.
+/// Ends the push: all its parameters serve from the next step on, or it is rejected and nothing has changed.
 #[utoipa::path(post, path = "/finish_weight_update", request_body = Option<Finish>, responses(
     (status = 200, body = Transferred),
     (status = 400, description = "parameters are missing; nothing has changed", body = ErrorBody),
@@ -205,7 +205,7 @@ fn done(ignored: &Ignored, message: &'static str) -> Response {
     ignored.name_in(Json(Transferred { message }))
 }
 
-/// The body, after a look whether there is any use for it.
+/// The body, if trainers can broadcast to the device.
 async fn body<T: DeserializeOwned + Send + 'static>(
     app: &AppState,
     request: Request,

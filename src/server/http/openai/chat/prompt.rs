@@ -72,7 +72,7 @@ impl ChatPrompt {
     }
 }
 
-/// A message, of which only the role is read.
+/// The role of a message.
 #[derive(serde::Deserialize)]
 struct Role {
     role: String,

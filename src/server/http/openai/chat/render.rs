@@ -96,7 +96,7 @@ impl RenderedSampling {
     }
 }
 
-/// The token ids of a chat, checked as a request that asks for samples of it.
+/// The token ids of a chat, checked like a request for samples of it.
 #[utoipa::path(
     post,
     path = "/v1/chat/completions/render",

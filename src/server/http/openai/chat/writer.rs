@@ -18,7 +18,7 @@ use crate::types::{Prompt, TokenId, TokenLogprobs};
 
 /// Bytes that are kept for each sample until the answer is sent, besides the names of the tools.
 const SAMPLE: usize = 512;
-/// Most copies of a sample's text that are made while calls are looked for in it.
+/// Most copies of a sample's text while it is searched for calls.
 const COPIES: usize = 4;
 
 /// The options of a chat's answer.
@@ -42,7 +42,7 @@ struct Streamed {
 struct TokenWriter {
     /// The tokens as text or as `token_id:N`.
     names: TokenTexts,
-    /// The tokens as text, of which their bytes are.
+    /// The tokens as text, for their bytes.
     texts: TokenTexts,
 }
 
