@@ -1,5 +1,5 @@
-//! The parts that calls over gRPC and HTTP share: commands to the engine, deadlines, and the receipt of a request's bytes
-//! at a minimum pace.
+//! The parts that calls over gRPC and HTTP share: commands to the engine, deadlines, and the receipt of a request's
+//! bytes at a minimum pace.
 
 use std::task::Poll;
 use std::time::Duration;

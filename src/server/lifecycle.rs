@@ -1,5 +1,5 @@
-//! Commands that change the lifecycle, for gRPC and HTTP. One whose caller vanishes while running requests are drained is
-//! withdrawn.
+//! Commands that change the lifecycle, for gRPC and HTTP. One whose caller vanishes while running requests are drained
+//! is withdrawn.
 
 use super::calls::{ask, ask_cancellable};
 use super::state::ServerState;

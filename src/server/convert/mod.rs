@@ -1,6 +1,6 @@
 //! The only place that checks requests: protobuf messages become valid types here, and answers become messages. Values
-//! that leave this module need no further checks. HTTP makes the same messages of its bodies, so each field has one check
-//! and one default.
+//! that leave this module need no further checks. HTTP makes the same messages of its bodies, so each field has one
+//! check and one default.
 
 mod chat;
 mod lifecycle;

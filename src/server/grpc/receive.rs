@@ -1,7 +1,7 @@
-//! Middleware that receives the message of each call before its service sees it. Every byte is counted before it is kept,
-//! and so is the memory of the decoded message, before it is decoded: clients of many calls that never end, and messages
-//! of a few bytes that decode to many (65,536 prompts of two bytes each), cannot fill the memory. tonic's own decoder
-//! would keep any number of messages up to their size limit, and answer malformed ones with INTERNAL.
+//! Middleware that receives the message of each call before its service sees it. Every byte is counted before it is
+//! kept, and so is the memory of the decoded message, before it is decoded: clients of many calls that never end, and
+//! messages of a few bytes that decode to many (65,536 prompts of two bytes each), cannot fill the memory. tonic's own
+//! decoder would keep any number of messages up to their size limit, and answer malformed ones with INTERNAL.
 //!
 //! Tests: `test_64_requests_that_never_end` and its neighbours in `clients/python/tests/test_memory_ceiling.py`.
 

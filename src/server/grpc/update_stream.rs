@@ -200,8 +200,8 @@ impl UpdateMessages {
         }
     }
 
-    /// Waits for the next frame with bytes; None at the end. Neither the time that the server spends on earlier messages
-    /// nor an empty frame counts as activity.
+    /// Waits for the next frame with bytes; None at the end. Neither the time that the server spends on earlier
+    /// messages nor an empty frame counts as activity.
     async fn frame(&mut self) -> Result<Option<Bytes>> {
         let Self { frames, activity, idle_limit, .. } = self;
         loop {

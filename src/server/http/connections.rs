@@ -2,9 +2,9 @@
 //! while their request runs.
 //!
 //! A client that vanishes without closing (a machine that was switched off, a network that broke) is found by missing
-//! acknowledgements. The system's own limit for those (TCP_USER_TIMEOUT) would also close the connections of clients that
-//! are there and do not read, whose requests are suspended instead. A client that closes is found here too, because the
-//! transport does not see that behind bytes that it has not read yet, such as another request.
+//! acknowledgements. The system's own limit for those (TCP_USER_TIMEOUT) would also close the connections of clients
+//! that are there and do not read, whose requests are suspended instead. A client that closes is found here too,
+//! because the transport does not see that behind bytes that it has not read yet, such as another request.
 //!
 //! Tests: `test_300_heads_that_never_end` in `clients/python/tests/test_memory_ceiling_http.py`, and
 //! `clients/python/tests/test_http_abuse.py`.
@@ -42,9 +42,9 @@ const KEEPALIVE_INTERVAL: Duration = Duration::from_secs(5);
 const KEEPALIVE_RETRIES: u32 = 2;
 /// Time between two checks of a connection.
 const CHECK_INTERVAL: Duration = Duration::from_secs(2);
-/// Silence in milliseconds after which a client is taken as lost, if the system has retransmitted, or probed its window,
-/// this many times since it last answered. The system does either at intervals that double, from 0.2 s to 2 min, for as
-/// long as a client does not read: one that had not read for long is found after some minutes.
+/// Silence in milliseconds after which a client is taken as lost, if the system has retransmitted, or probed its
+/// window, this many times since it last answered. The system does either at intervals that double, from 0.2 s to 2
+/// min, for as long as a client does not read: one that had not read for long is found after some minutes.
 const LOST_MS: u32 = 15_000;
 const RETRIES: u32 = 2;
 /// Most bytes that the system keeps of an answer while the client's machine has no room for them. By itself it would

@@ -18,8 +18,8 @@ pub(super) trait Members: Default {
 }
 
 /// Defines a struct of optional members, which may be null, and of groups of such members (`..group: Group`), and
-/// implements [`Members`] and `Deserialize` for it. Members named in `rejects` are an error unless their value is neutral.
-/// All others have no effect, and the answer's header names them.
+/// implements [`Members`] and `Deserialize` for it. Members named in `rejects` are an error unless their value is
+/// neutral. All others have no effect, and the answer's header names them.
 macro_rules! members {
     ($(#[$about:meta])* $visibility:vis struct $name:ident {
         $($(#[$meta:meta])* $inner:vis $member:ident: $type:ty,)*

@@ -1,6 +1,6 @@
-//! Middleware of all routes: counts the request, keeps web pages from using the server through the browser of a user who
-//! can reach it, turns a panic into 500, and checks the token before the body is received. Tokens do not make the check of
-//! origins unnecessary: a proxy such as `rollout sidecar` may add one to every request.
+//! Middleware of all routes: counts the request, keeps web pages from using the server through the browser of a user
+//! who can reach it, turns a panic into 500, and checks the token before the body is received. Tokens do not make the
+//! check of origins unnecessary: a proxy such as `rollout sidecar` may add one to every request.
 
 use std::net::IpAddr;
 use std::sync::Arc;

@@ -1,8 +1,8 @@
 //! Bodies of requests: counted as they arrive, limited, and parsed from JSON, with the path of a wrong member.
 //!
-//! A text of a few bytes for each value, such as `["","",…]`, takes many times its size once it is parsed, and a text of
-//! token ids hardly more than its size. So the values are counted before they are parsed: no factor on the length serves
-//! both. Tests: `test_bodies_that_grow_when_they_are_parsed` and `test_100_bodies_that_never_end` in
+//! A text of a few bytes for each value, such as `["","",…]`, takes many times its size once it is parsed, and a text
+//! of token ids hardly more than its size. So the values are counted before they are parsed: no factor on the length
+//! serves both. Tests: `test_bodies_that_grow_when_they_are_parsed` and `test_100_bodies_that_never_end` in
 //! `clients/python/tests/test_memory_ceiling_http.py`.
 
 use std::fmt::Write as _;
@@ -35,8 +35,8 @@ const MAX_IGNORED_BYTES: usize = 128;
 const TEXT: u64 = 1;
 /// Bytes for a byte within strings, beside [`TEXT`]: the string, and a buffer for one that has escapes.
 const WITHIN: u64 = 2;
-/// Bytes for a byte of the name of a member, beside [`TEXT`]: the name, its place in the path of an error, and the path of
-/// a member that nothing reads.
+/// Bytes for a byte of the name of a member, beside [`TEXT`]: the name, its place in the path of an error, and the path
+/// of a member that nothing reads.
 const WITHIN_NAME: u64 = 5;
 /// Bytes for an item of a list. A token id takes four, which a growing list takes three times.
 const ITEM: u64 = 12;

@@ -103,7 +103,8 @@ impl Handshakes {
         }
     }
 
-    /// Logs a failed handshake, at most once in [`super::LOG_INTERVAL`], because the client learns little or nothing from TLS.
+    /// Logs a failed handshake, at most once in [`super::LOG_INTERVAL`], because the client learns little or nothing
+    /// from TLS.
     fn log(&mut self, peer: Option<SocketAddr>, error: &io::Error) {
         let peer = peer.map_or_else(|| "a client".to_owned(), |peer| peer.to_string());
         if matches!(error.kind(), io::ErrorKind::UnexpectedEof | io::ErrorKind::ConnectionReset) {

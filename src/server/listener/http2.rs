@@ -4,8 +4,8 @@
 //! The attacks, all by clients without a token: frames of 1 MiB without their last byte on every connection (1 GiB of
 //! 1,000 connections), headers without an end (six frames on each), and connections that never begin. The protocol's
 //! own limit of 16 KiB for each frame would do too, but then a push takes three to four times as long
-//! (benches/RESULTS.md). Tests: `test_300_frames_that_never_end` in `clients/python/tests/test_memory_ceiling.py`, and those
-//! below.
+//! (benches/RESULTS.md). Tests: `test_300_frames_that_never_end` in `clients/python/tests/test_memory_ceiling.py`, and
+//! those below.
 
 use std::future::Future as _;
 use std::io;

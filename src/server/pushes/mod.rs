@@ -1,4 +1,5 @@
-//! Pushes of weights over gRPC and HTTP: one transaction each, which the engine applies between two steps or not at all.
+//! Pushes of weights over gRPC and HTTP: one transaction each, which the engine applies between two steps or not at
+//! all.
 
 mod thread;
 

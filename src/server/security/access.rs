@@ -82,8 +82,8 @@ impl Tokens {
         Ok(Self(entries))
     }
 
-    /// The role and the owner that `token` stands for. The owner is the same for the same token, also after the file was
-    /// read again. The time that this takes depends on the length of `token` and on the number of tokens alone.
+    /// The role and the owner that `token` stands for. The owner is the same for the same token, also after the file
+    /// was read again. The time that this takes depends on the length of `token` and on the number of tokens alone.
     fn find(&self, token: &[u8]) -> Option<(Role, Owner)> {
         let digest = digest(token);
         let mut found = None;

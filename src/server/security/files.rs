@@ -28,8 +28,8 @@ pub(super) struct Named {
     pub(super) path: PathBuf,
 }
 
-/// Which file a path leads to, and when it was last changed. Links are followed, so that a link that is turned to another
-/// file is a change.
+/// Which file a path leads to, and when it was last changed. Links are followed, so that a link that is turned to
+/// another file is a change.
 type Stamp = Option<[i64; 7]>;
 
 impl Named {

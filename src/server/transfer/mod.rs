@@ -1,10 +1,10 @@
 //! Pushes of a trainer that broadcasts its weights to the devices, as vLLM's weight transfer engine takes them: the
 //! trainer makes a group with all ranks, and then drives each push by several calls, which are one transaction here.
 //!
-//! One task has the group and the open push; the calls are commands to it, which it executes in order. A push that fails
-//! changes nothing. The trainer does not see errors while it broadcasts, and its broadcasts come in order: so a rejected
-//! push is received to its end all the same, and where that is not possible the session leaves the group, so that the
-//! next push never gets the bytes of this one.
+//! One task has the group and the open push; the calls are commands to it, which it executes in order. A push that
+//! fails changes nothing. The trainer does not see errors while it broadcasts, and its broadcasts come in order: so a
+//! rejected push is received to its end all the same, and where that is not possible the session leaves the group, so
+//! that the next push never gets the bytes of this one.
 
 mod layout;
 mod session;

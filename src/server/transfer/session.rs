@@ -94,7 +94,8 @@ impl TransferSession {
 
     /// Whether a command is of a call that came before the group was made: its trainer has left.
     fn is_late(&self, command: &TransferCommand) -> bool {
-        matches!(command, TransferCommand::Receive(group, _) | TransferCommand::Abandon(group, _) if *group != self.groups.last())
+        use TransferCommand::{Abandon, Receive};
+        matches!(command, Receive(group, _) | Abandon(group, _) if *group != self.groups.last())
     }
 
     async fn join(
@@ -194,8 +195,8 @@ impl TransferSession {
         }
     }
 
-    /// Receives tensors of a push after the first `declared`, and returns them. If this fails or is dropped, the session
-    /// leaves the group and the push ends.
+    /// Receives tensors of a push after the first `declared`, and returns them. If this fails or is dropped, the
+    /// session leaves the group and the push ends.
     async fn receive(
         &mut self,
         context: &ServingContext,

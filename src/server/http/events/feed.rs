@@ -210,7 +210,8 @@ impl Feed {
 /// The last list of the engine, and its time.
 type Answer = Arc<(RequestList, Option<Instant>)>;
 
-/// The list of requests. Asks the engine for it, one question at a time, without waiting for the answer. Clones share it.
+/// The list of requests. Asks the engine for it, one question at a time, without waiting for the answer. Clones share
+/// it.
 #[derive(Clone)]
 pub(super) struct RequestListCache {
     answer: watch::Sender<Answer>,

@@ -65,8 +65,8 @@ impl Feeds {
         }
     }
 
-    /// The permit of a new feed. If there is none left, the feed that has been unread for longest is closed, if that was
-    /// for [`LEAST_LAG`].
+    /// The permit of a new feed. If there is none left, the feed that has been unread for longest is closed, if that
+    /// was for [`LEAST_LAG`].
     ///
     /// # Errors
     /// `ResourceExhausted` if no feed has been unread for so long.

@@ -105,8 +105,8 @@ fn message(body: CompletionRequest, options: &mut Options, policy: &str) -> Resu
         options.prompt_texts = prompts.iter().map(PromptInput::text).collect();
     }
     let prompts = messages(prompts, prompt)?;
-    // OpenAI's way to score a text: no token is made, and the answer has the text's own log-probabilities. Here one token
-    // is made and dropped.
+    // OpenAI's way to score a text: no token is made, and the answer has the text's own log-probabilities. Here one
+    // token is made and dropped.
     options.drops_tokens = options.is_echo && body.max_tokens == Some(0);
     let max_tokens = if options.drops_tokens { Some(1) } else { body.max_tokens };
     let prompt_logprobs =

@@ -203,8 +203,8 @@ impl Serialize for PromptPosition {
 pub(in crate::server::http) struct PromptLogprobs(Vec<Option<PromptPosition>>);
 
 impl PromptLogprobs {
-    /// Those of a prompt that begins with `first` and continues with `rest`, with the `top` most likely tokens each. They
-    /// are of the model's own distribution.
+    /// Those of a prompt that begins with `first` and continues with `rest`, with the `top` most likely tokens each.
+    /// They are of the model's own distribution.
     pub(in crate::server::http) fn new(
         first: TokenId,
         rest: &[TokenLogprobs],

@@ -22,7 +22,8 @@ pub(super) struct Done {
     status: &'static str,
 }
 
-/// Pauses: no step runs, and requests wait until `/resume`. Answered when the running requests have ended, or are frozen.
+/// Pauses: no step runs, and requests wait until `/resume`. Answered when the running requests have ended, or are
+/// frozen.
 #[utoipa::path(post, path = "/pause",
     params(
         ("mode" = Option<String>, Query, pattern = "^(abort|wait|keep)$", description = "what happens to running requests: `abort` (the default) ends \

@@ -65,8 +65,8 @@ enum ToolChoice {
 }
 
 impl ToolCalling {
-    /// How the calls are found that the members `tools` and `tool_choice` of a body ask for, of a model that writes calls
-    /// in `format`; and the JSON schema that the text must follow, if a call is forced.
+    /// How the calls are found that the members `tools` and `tool_choice` of a body ask for, of a model that writes
+    /// calls in `format`; and the JSON schema that the text must follow, if a call is forced.
     ///
     /// # Errors
     /// `InvalidArgument` with the wrong member.

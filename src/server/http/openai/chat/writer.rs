@@ -215,8 +215,8 @@ impl ChatWriter {
         deltas
     }
 
-    /// Sends `deltas`, the first with the token's log-probabilities and id. A token that adds nothing to the message yet
-    /// has an event of its own only if these are reported.
+    /// Sends `deltas`, the first with the token's log-probabilities and id. A token that adds nothing to the message
+    /// yet has an event of its own only if these are reported.
     fn send_deltas(
         &self,
         index: usize,
