@@ -154,7 +154,7 @@ pub(super) async fn track_call(State(server): State<ServerState>, request: Reque
     // Unknown methods are not counted, because a client chooses their names.
     let method = METHODS.iter().find(|(method, _)| *method == request.uri().path());
     let method = method.and_then(|(method, _)| method.trim_start_matches('/').split_once('/'));
-    let mut call = Call { metrics: server.observer.metrics.clone(), method };
+    let mut call = TrackedCall { metrics: server.observer.metrics.clone(), method };
     let response = match server.panics.catch_future(next.run(request)).await {
         Ok(response) => response,
         Err(error) => to_status(error).into_http(),
@@ -164,13 +164,13 @@ pub(super) async fn track_call(State(server): State<ServerState>, request: Reque
 }
 
 /// A call that has not ended. It counts as canceled if it is dropped before its status is known.
-struct Call {
+struct TrackedCall {
     metrics: Arc<Metrics>,
     /// Service and method; None once the call is counted, and for an unknown method.
     method: Option<(&'static str, &'static str)>,
 }
 
-impl Call {
+impl TrackedCall {
     /// Counts the call if its status is among `headers`.
     fn note(&mut self, headers: &HeaderMap) {
         if let Some(status) = Status::from_header_map(headers) {
@@ -186,7 +186,7 @@ impl Call {
     }
 }
 
-impl Drop for Call {
+impl Drop for TrackedCall {
     fn drop(&mut self) {
         self.end(CANCELED);
     }
@@ -197,7 +197,7 @@ impl Drop for Call {
 struct TrackedBody {
     /// None after a panic.
     body: Option<Body>,
-    call: Call,
+    call: TrackedCall,
     panics: Panics,
 }
 

@@ -45,9 +45,9 @@ impl Role {
 /// The tokens of a token file. Each line is `role token`; lines that begin with `#` and blank lines are comments.
 /// Digests are kept instead of the tokens, so that a comparison reveals nothing of a token's length, and a dump of the
 /// memory no token.
-pub(super) struct Tokens(Vec<Entry>);
+pub(super) struct Tokens(Vec<TokenEntry>);
 
-struct Entry {
+struct TokenEntry {
     digest: [u8; 32],
     role: Role,
 }
@@ -59,14 +59,14 @@ impl Tokens {
     /// The number of the first wrong line, and why it is wrong.
     pub(super) fn parse(text: &[u8]) -> std::result::Result<Self, String> {
         let text = std::str::from_utf8(text).map_err(|_| "is not text in UTF-8".to_owned())?;
-        let mut entries: Vec<Entry> = Vec::new();
+        let mut entries: Vec<TokenEntry> = Vec::new();
         let mut lines: Vec<usize> = Vec::new();
         for (number, line) in (1..).zip(text.trim_start_matches('\u{feff}').lines()) {
             let line = line.trim();
             if line.is_empty() || line.starts_with('#') {
                 continue;
             }
-            let entry = Entry::parse(line).map_err(|why| format!("line {number}: {why}"))?;
+            let entry = TokenEntry::parse(line).map_err(|why| format!("line {number}: {why}"))?;
             if let Some(first) = entries.iter().position(|known| known.digest == entry.digest) {
                 return Err(format!("line {number}: has the token of line {}; give each token once", lines[first]));
             }
@@ -96,7 +96,7 @@ impl Tokens {
     }
 }
 
-impl Entry {
+impl TokenEntry {
     fn parse(line: &str) -> std::result::Result<Self, String> {
         let mut words = line.split_ascii_whitespace();
         let role = match words.next() {

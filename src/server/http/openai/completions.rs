@@ -45,7 +45,7 @@ members! {
 }
 
 /// The options of a completion's answer.
-struct Options {
+struct CompletionOptions {
     report: Report,
     /// Whether texts begin with the prompt.
     is_echo: bool,
@@ -79,7 +79,7 @@ pub(in crate::server::http) async fn completions(
         body.sampling.request_id = request_id(&headers).or(body.sampling.request_id);
         let report = Report::new(&body.sampling, body.logprobs, context)?;
         let is_echo = body.echo.unwrap_or(false);
-        let mut options = Options { report, is_echo, prompt_texts: Vec::new(), drops_tokens: false };
+        let mut options = CompletionOptions { report, is_echo, prompt_texts: Vec::new(), drops_tokens: false };
         let message = message(body, &mut options, &context.info.model)?;
         Ok((message, |request: &ValidRequest, traffic: &Traffic| CompletionWriter::new(request, options, traffic)))
     })
@@ -87,7 +87,7 @@ pub(in crate::server::http) async fn completions(
 }
 
 /// The message that a gRPC client would send for the body.
-fn message(body: CompletionRequest, options: &mut Options, policy: &str) -> Result<pb::GenerateRequest> {
+fn message(body: CompletionRequest, options: &mut CompletionOptions, policy: &str) -> Result<pb::GenerateRequest> {
     let sampling = body.sampling;
     let prompts = body.prompt.ok_or_else(|| Error::invalid("prompt", "is missing; give a text or token ids"))?.0;
     let keep = sampling.truncate_prompt_tokens.map(|keep| keep as usize);
@@ -192,7 +192,7 @@ struct Streamed {
 
 /// Turns the events of one request into its answer, or into the events of its stream.
 struct CompletionWriter {
-    options: Options,
+    options: CompletionOptions,
     prompts: Vec<Prompt>,
     samples: usize,
     facts: Vec<PromptFacts>,
@@ -203,7 +203,7 @@ struct CompletionWriter {
 }
 
 impl CompletionWriter {
-    fn new(request: &ValidRequest, options: Options, traffic: &Traffic) -> Self {
+    fn new(request: &ValidRequest, options: CompletionOptions, traffic: &Traffic) -> Self {
         let samples = samples_per_prompt(request);
         let count = request.prompts.len() * samples;
         let (kept, streamed) = if options.report.is_stream { (0, count) } else { (count, 0) };

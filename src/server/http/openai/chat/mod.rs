@@ -25,7 +25,7 @@ use crate::server::http::{AppState, ErrorBody, HttpError, JsonBody, members, sam
 use crate::server::{ServingContext, pb};
 use crate::text::ToolFormat;
 use tools::ToolCalling;
-use writer::{ChatWriter, Options};
+use writer::{ChatOptions, ChatWriter};
 
 pub(in crate::server::http) use prompt::ChatPrompt;
 pub(in crate::server::http) use render::*;
@@ -126,7 +126,11 @@ pub(in crate::server::http) async fn chat_completions(
 ///
 /// # Errors
 /// `InvalidArgument` for members whose values only HTTP's bodies can have.
-fn message(body: ChatRequest, id: Option<String>, context: &ServingContext) -> Result<(pb::GenerateRequest, Options)> {
+fn message(
+    body: ChatRequest,
+    id: Option<String>,
+    context: &ServingContext,
+) -> Result<(pb::GenerateRequest, ChatOptions)> {
     let ChatRequest { prompt, mut sampling, .. } = body;
     sampling.request_id = id.or(sampling.request_id);
     if sampling.truncate_prompt_tokens.is_some() {
@@ -142,7 +146,7 @@ fn message(body: ChatRequest, id: Option<String>, context: &ServingContext) -> R
     let prompt_logprobs = report.prompt_logprobs.is_some();
     let top = report.top_logprobs(prompt_logprobs);
     let has_short_ids = format == Some(ToolFormat::Mistral);
-    let options = Options { role: prompt.role(), calling, has_short_ids, report };
+    let options = ChatOptions { role: prompt.role(), calling, has_short_ids, report };
     let context_tokens = u32::try_from(context.model.max_model_len).unwrap_or(u32::MAX);
     let max_tokens = body.max_completion_tokens.or(body.max_tokens).unwrap_or(context_tokens);
     let mut message =

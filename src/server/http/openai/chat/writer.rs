@@ -22,7 +22,7 @@ const SAMPLE: usize = 512;
 const COPIES: usize = 4;
 
 /// The options of a chat's answer.
-pub(super) struct Options {
+pub(super) struct ChatOptions {
     pub(super) report: Report,
     /// The role of the answer.
     pub(super) role: String,
@@ -64,7 +64,7 @@ impl TokenWriter {
 
 /// Turns the events of one request into its answer, or into the events of its stream.
 pub(super) struct ChatWriter {
-    options: Options,
+    options: ChatOptions,
     prompt: Prompt,
     prompt_logprobs: Option<PromptLogprobs>,
     samples: usize,
@@ -75,7 +75,7 @@ pub(super) struct ChatWriter {
 }
 
 impl ChatWriter {
-    pub(super) fn new(request: &ValidRequest, options: Options, traffic: &Traffic) -> Self {
+    pub(super) fn new(request: &ValidRequest, options: ChatOptions, traffic: &Traffic) -> Self {
         let samples = samples_per_prompt(request);
         let prompt = request.prompts.first().cloned().unwrap_or_default();
         let bytes = samples * (SAMPLE + options.calling.heap_bytes());
