@@ -12,9 +12,9 @@
 //!                      └──────Event───────┘ <──StepOutput──────┘
 //! ```
 //!
-//! 1. [`server`] parses the request into valid types (`server::convert`) and sends an [`engine::Command`]. It has two
-//!    doors, `server::grpc` and `server::http`. An HTTP body is converted to the protobuf message that gRPC clients
-//!    send, so that every check and default exists once. Each door turns the engine's events into its own replies.
+//! 1. [`server`] parses the request into valid types (`server::convert`) and sends an [`engine::Command`]. It serves
+//!    gRPC (`server::grpc`) and HTTP (`server::http`). An HTTP body is converted to the protobuf message that gRPC
+//!    clients send, so that every check and default exists once. Each turns the engine's events into its own replies.
 //! 2. [`engine`] adds each prompt with its samples as a group to the [`scheduler`].
 //! 3. Each `step()`: `schedule → launch → collect → update`. The scheduler decides, as plain data (a
 //!    [`types::StepPlan`]), which tokens of which sequences run; the [`executor`]'s ranks run them and sample; the
@@ -34,7 +34,7 @@
 //!
 //! Each walk goes down through the layers. A line names the function and, if its module does not suggest it, the file.
 //!
-//! A request, from the door to the sampler and back:
+//! A request, from the client to the sampler and back:
 //!
 //! ```text
 //! server    grpc::rollout            generate: sets the deadline, and ends the request if the client disconnects

@@ -52,8 +52,8 @@ impl PromptEncoder {
         self.tokenizer.max_bytes_per_token()
     }
 
-    /// The ids of `text`, with the special tokens that the model wants around a text if `add_special`. A text that
-    /// certainly does not fit the context, or for which there is no room now, is refused before any work.
+    /// The ids of `text`, with the tokenizer's special tokens if `add_special`. A text that certainly does not fit the
+    /// context, or for which there is no memory now, is rejected before any work.
     ///
     /// # Errors
     /// `InvalidArgument` for the field `path`.

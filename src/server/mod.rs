@@ -2,62 +2,49 @@
 //! command, and is answered with messages made of the engine's events. The server owns no serving state.
 
 mod calls;
-mod connections;
-mod context;
 mod convert;
 mod encoder;
-mod frames;
-mod gate;
-mod greeting;
 mod grpc;
-mod handshakes;
 mod http;
-mod notice;
-mod orders;
-mod panics;
+mod lifecycle;
+mod listener;
 mod pushes;
+mod replies;
 mod requests;
-mod role;
-mod scrape;
 mod security;
 mod shutdown;
-mod slot;
-mod socket;
+mod state;
 mod transfer;
 
 use std::convert::Infallible;
-use std::future::Future;
 use std::net::{SocketAddr, TcpListener};
 use std::sync::Arc;
 use std::time::Duration;
 
-use tokio::sync::watch;
 use tokio::time::timeout;
-use tokio_stream::{Stream, StreamExt as _};
-use tonic::service::InterceptorLayer;
+use tokio_stream::StreamExt as _;
+use tokio_util::sync::CancellationToken;
 use tonic::transport::Server;
 use tonic_health::ServingStatus;
 use tonic_health::pb::health_server::{Health, HealthServer};
 use tonic_health::server::HealthReporter;
 
-pub use connections::connection_limit;
-pub use context::{ModelFacts, ServerInfo, ServingContext};
 pub use encoder::PromptEncoder;
+pub use listener::connection_limit;
 pub use security::{SecurityConfig, TlsFiles};
 pub use shutdown::{ShutdownHandle, ShutdownOrders, shutdown_channel, watch_signals};
+pub use state::{ModelFacts, ServerInfo, ServingContext};
 
 use crate::engine::{Command, EngineHandle};
 use crate::error::{Error, Result};
 use crate::memory::{Traffic, trim};
 use crate::observe::{Metrics, Observer};
 use crate::weights::Segments;
-use connections::Incoming;
-use frames::FrameRoom;
-use gate::{Gate, GateKeeper};
-use greeting::Connection;
 use http::AllowedHosts;
-use security::{Access, Protocol, Security};
+use listener::{FRAME_BYTES, FrameRoom, Http2Connection, Listener};
+use security::{Protocol, Security};
 use shutdown::Order;
+use state::{ServerState, Stage, StageSetter};
 
 /// Messages and services generated from `proto/`.
 #[allow(clippy::all, clippy::too_many_lines, reason = "generated code")]
@@ -66,12 +53,17 @@ pub mod pb {
 
     /// The encoded descriptor set, for reflection.
     pub(super) const DESCRIPTORS: &[u8] = include_bytes!(concat!(env!("OUT_DIR"), "/rollout_descriptor.bin"));
+
+    /// Whether JSON leaves a member out, as `build.rs` says.
+    fn is_default<T: Default + PartialEq>(value: &T) -> bool {
+        *value == T::default()
+    }
 }
 
 /// A connection that is silent for this long is pinged, and closed (which aborts its requests) if it stays silent for
 /// the same time again: the blocks of a client whose machine vanished are free within 20 s.
 const KEEPALIVE: Duration = Duration::from_secs(10);
-/// Most concurrent calls per connection. Agents open one call per conversation. The engine decides who may wait
+/// Most concurrent calls per connection. Agents open one call per conversation. Admission is the engine's decision
 /// (RESOURCE_EXHAUSTED), so the transport must not queue silently at hyper's default of 200.
 const MAX_CONCURRENT_STREAMS: u32 = 4096;
 /// Bytes that the client may send on one stream before they are read: two chunks of a push, so that a push never waits
@@ -79,9 +71,7 @@ const MAX_CONCURRENT_STREAMS: u32 = 4096;
 const STREAM_WINDOW: u32 = 8 << 20;
 /// Bytes that the client may send on all streams of a connection before they are read.
 const CONNECTION_WINDOW: u32 = 16 << 20;
-/// Largest message of a reflection or health request in bytes. It is a name, and each open stream may keep one.
-const MAX_NAME_BYTES: usize = 4 << 10;
-/// How often to look for segments of pushes that their owners have removed, and which are still mapped here.
+/// Time between two checks for segments of pushes that their owners have removed, and that are still mapped here.
 const SEGMENT_WATCH: Duration = Duration::from_secs(1);
 /// Bytes by which requests and connections must shrink for a trim of the heap. A trim walks all free memory, and the
 /// next burst fetches again what the trim gave back.
@@ -104,14 +94,14 @@ pub struct ServerConfig {
     pub max_connections: usize,
     /// How long running requests may take to finish after an order to end.
     pub shutdown_grace: Duration,
-    /// Who may call what.
+    /// Tokens and TLS.
     pub security: SecurityConfig,
 }
 
 /// The listening ports. They are taken before the model is loaded, so that a wrong one ends the start early.
 pub struct Bound {
-    grpc: Listening,
-    http: Option<Listening>,
+    grpc: BoundPort,
+    http: Option<BoundPort>,
     max_connections: usize,
     shutdown_grace: Duration,
     security: Security,
@@ -119,13 +109,13 @@ pub struct Bound {
 }
 
 /// A listening port.
-struct Listening {
+struct BoundPort {
     listener: TcpListener,
     address: SocketAddr,
 }
 
-impl Listening {
-    /// Listens on `host` and `port`, which `flag` has given.
+impl BoundPort {
+    /// Listens on `host` and `port`, which come from `flag`.
     fn new(host: &str, port: u16, flag: &str) -> Result<Self> {
         let failed = |e: std::io::Error| {
             let hint = match e.kind() {
@@ -148,15 +138,15 @@ impl Bound {
     ///
     /// # Errors
     /// `Config` if an address cannot be listened on, or a file is wrong, or other machines could reach the server
-    /// without a token and nobody has said that they may.
+    /// without a token and `--insecure` is not set.
     pub fn new(config: &ServerConfig) -> Result<Self> {
         let ServerConfig { host, port, http_port, max_connections, shutdown_grace, security } = config;
         let mut allowed = security.allow_host.clone();
         let security = Security::load(security)?;
-        let grpc = Listening::new(host, *port, "--port")?;
+        let grpc = BoundPort::new(host, *port, "--port")?;
         security.check_address(host, grpc.address.ip())?;
-        let http = http_port.map(|port| Listening::new(host, port, "--http-port")).transpose()?;
-        // A name in --allow-host says that the operator knows all by which clients come.
+        let http = http_port.map(|port| BoundPort::new(host, port, "--http-port")).transpose()?;
+        // A name in --allow-host says that the operator knows all names that clients use.
         let only_these = grpc.address.ip().to_canonical().is_loopback() || !allowed.is_empty();
         allowed.push(host.clone());
         let hosts = AllowedHosts::new(allowed, only_these);
@@ -198,23 +188,22 @@ pub async fn serve(
     mut orders: ShutdownOrders,
 ) -> Result<Ended> {
     let metrics = observer.metrics.clone();
-    let (keeper, gate) = gate::gate(observer);
+    let (stage, server) = ServerState::new(observer);
     let (health, health_service) = tonic_health::server::health_reporter();
     report(&health, ServingStatus::NotServing).await;
-    let (stop, stopped) = watch::channel(false);
+    let stop = CancellationToken::new();
     let grace = bound.shutdown_grace;
     let (address, http) = (bound.address(), bound.http_address());
     let frame_room = FrameRoom::new();
-    let secrets = bound.security.take_secrets();
-    let _secrets = AbortOnDrop(tokio::spawn(secrets.keep_current()));
-    let mut transport =
-        AbortOnDrop(tokio::spawn(transport(bound, frame_room.clone(), &gate, health_service, stopped)?));
+    let _secrets = AbortOnDrop(tokio::spawn(bound.security.keep_current()));
+    let transport = transport(bound, frame_room.clone(), &server, health_service, stop.clone())?;
+    let mut transport = AbortOnDrop(tokio::spawn(transport));
 
     let context = tokio::select! {
         context = context => Arc::new(context?),
         _ = orders.next() => return Ok(Ended::Cut),
     };
-    keeper.serving(context.clone());
+    stage.set(Stage::Serving(context.clone()));
     report(&health, ServingStatus::Serving).await;
     match http {
         Some(http) => tracing::info!(%address, %http, "ready"),
@@ -224,19 +213,19 @@ pub async fn serve(
         order = orders.next() => order,
         ended = &mut transport.0 => return Err(Error::Internal(format!("the transport ended by itself: {ended:?}"))),
         never = release_removed(context.sources.segments()) => match never {},
-        never = give_memory_back(&context.traffic, &frame_room, &metrics) => match never {},
+        never = trim_heap(&context.traffic, &frame_room, &metrics) => match never {},
     };
 
     tracing::info!(grace_seconds = grace.as_secs_f64(), "ending: running requests may finish");
     report(&health, ServingStatus::NotServing).await;
-    keeper.ending(context.clone());
+    stage.set(Stage::Ending(context.clone()));
     if order == Order::EngineEnded {
-        keeper.ended(context.clone());
+        stage.set(Stage::Ended(context.clone()));
     }
-    let ended = drain(&keeper, &context, grace, &mut orders).await;
+    let ended = drain(&stage, &context, grace, &mut orders).await;
     // Ends the streams of health watchers, which would otherwise keep their connections open.
-    forget(health).await;
-    stop.send_replace(true);
+    clear(health).await;
+    stop.cancel();
     if timeout(FLUSH, &mut transport.0).await.is_err() {
         tracing::warn!("some connections did not close in time");
     }
@@ -244,7 +233,7 @@ pub async fn serve(
     Ok(ended)
 }
 
-/// Unmaps segments that their owners have removed; their memory does not come back while they are mapped here.
+/// Unmaps segments that their owners have removed; their memory is not free while they are mapped here.
 async fn release_removed(segments: &Segments) -> Infallible {
     let mut ticks = tokio::time::interval(SEGMENT_WATCH);
     loop {
@@ -255,7 +244,7 @@ async fn release_removed(segments: &Segments) -> Infallible {
 
 /// Trims the heap when requests and replies take much less memory than they did, when many connections have ended, and
 /// when a push has ended. The allocator keeps what is freed, so that the memory of a burst would stay in the process.
-async fn give_memory_back(traffic: &Traffic, frame_room: &FrameRoom, metrics: &Metrics) -> Infallible {
+async fn trim_heap(traffic: &Traffic, frame_room: &FrameRoom, metrics: &Metrics) -> Infallible {
     let mut ticks = tokio::time::interval(TRIM_INTERVAL);
     let (mut most, mut dropped, mut pushes) = (0, 0, 0);
     loop {
@@ -274,7 +263,7 @@ async fn give_memory_back(traffic: &Traffic, frame_room: &FrameRoom, metrics: &M
 
 /// Waits until no request is running; aborts those left after the grace period or at a second order.
 async fn drain(
-    keeper: &GateKeeper,
+    stage: &StageSetter,
     context: &Arc<ServingContext>,
     grace: Duration,
     orders: &mut ShutdownOrders,
@@ -282,12 +271,12 @@ async fn drain(
     let engine = &context.engine;
     let finish = async {
         order_end(engine, grace).await;
-        keeper.drained().await;
+        stage.drained().await;
     };
     let hurry = async {
         // The engine ends when its requests have ended, and pushes that are still open end with it.
         while orders.next().await == Order::EngineEnded {
-            keeper.ended(context.clone());
+            stage.set(Stage::Ended(context.clone()));
         }
         tracing::info!("ending at once: running requests are aborted");
         order_end(engine, Duration::ZERO).await;
@@ -300,7 +289,7 @@ async fn drain(
     }
 }
 
-/// Tells the engine to end. Tries again while the command queue is full; it empties as the engine steps.
+/// Sends the engine the command to end. Tries again while the command queue is full; it empties as the engine steps.
 async fn order_end(engine: &EngineHandle, grace: Duration) {
     const RETRY: Duration = Duration::from_millis(10);
     while let Err(Error::ResourceExhausted(_)) = engine.send(Command::Shutdown { grace }) {
@@ -308,70 +297,44 @@ async fn order_end(engine: &EngineHandle, grace: Duration) {
     }
 }
 
-/// Both doors, ready to be spawned. They shut down gracefully once `stopped` is true.
+/// Both ports, ready to be spawned. They shut down gracefully once `stop` is cancelled.
 fn transport(
     bound: Bound,
     frame_room: FrameRoom,
-    gate: &Gate,
+    server: &ServerState,
     health: HealthServer<impl Health>,
-    stopped: watch::Receiver<bool>,
+    stop: CancellationToken,
 ) -> Result<impl Future<Output = Result<()>> + Send + 'static> {
     let Bound { grpc, http, max_connections, security, hosts, .. } = bound;
-    let routes = http::router(gate, &security.access, hosts, stopped.clone());
-    let incoming = |door: Listening, protocol| {
-        let failed = |e| Error::Internal(format!("cannot listen on {}: {e}", door.address));
-        Incoming::new(door.listener, max_connections, security.tls(protocol), &gate.observer.metrics).map_err(failed)
+    let listen = |port: BoundPort, protocol| {
+        let failed = |e| Error::Internal(format!("cannot listen on {}: {e}", port.address));
+        let tls = security.tls(protocol);
+        Listener::new(port.listener, max_connections, tls, &server.observer.metrics).map_err(failed)
     };
-    let http = http.map(|http| incoming(http, Protocol::Http1)).transpose()?;
-    let http = http.map(|http| http::serve_connections(http, routes, stopped.clone()));
-    let grpc = incoming(grpc, Protocol::Http2)?.map(move |accepted| Connection::new(accepted, frame_room.clone()));
-    let grpc = grpc_transport(grpc, gate, &security.access, health, stopped)?;
-    let http = async move {
-        if let Some(serve) = http {
-            serve.await;
-        }
-        Ok(())
-    };
-    Ok(async { tokio::try_join!(grpc, http).map(|_| ()) })
-}
-
-/// The gRPC door.
-fn grpc_transport<C: Stream<Item = Connection> + Send + 'static, H: Health>(
-    connections: C,
-    gate: &Gate,
-    access: &Access,
-    health: HealthServer<H>,
-    mut stopped: watch::Receiver<bool>,
-) -> Result<impl Future<Output = Result<()>> + Send + 'static + use<C, H>> {
-    let reflection = || {
-        tonic_reflection::server::Builder::configure()
-            .register_encoded_file_descriptor_set(pb::DESCRIPTORS)
-            .register_encoded_file_descriptor_set(tonic_health::pb::FILE_DESCRIPTOR_SET)
-    };
-    let cannot_build = |e| Error::Internal(format!("reflection: {e}"));
-    let reflection_v1 = reflection().build_v1().map_err(cannot_build)?;
-    // Python's reflection client knows no other version.
-    let reflection_v1alpha = reflection().build_v1alpha().map_err(cannot_build)?;
-    let door = grpc::Door::new(gate)?;
-    let routes = grpc::routes(gate, &door)
-        .add_service(reflection_v1.max_decoding_message_size(MAX_NAME_BYTES))
-        .add_service(reflection_v1alpha.max_decoding_message_size(MAX_NAME_BYTES))
-        .add_service(door.before(health));
-    let router = Server::builder()
+    let http = http.map(|port| listen(port, Protocol::Http1)).transpose()?;
+    let routes = http::router(server, &security.access, hosts, stop.clone());
+    let http = http.map(|listener| http::serve_connections(listener, routes, stop.clone()));
+    let connections = listen(grpc, Protocol::Http2)?;
+    let connections = connections.map(move |accepted| Ok::<_, Infallible>(Http2Connection::new(accepted, &frame_room)));
+    let grpc = Server::builder()
         .http2_keepalive_interval(Some(KEEPALIVE))
         .http2_keepalive_timeout(Some(KEEPALIVE))
         .max_concurrent_streams(Some(MAX_CONCURRENT_STREAMS))
         .initial_stream_window_size(Some(STREAM_WINDOW))
         .initial_connection_window_size(Some(CONNECTION_WINDOW))
-        .max_frame_size(Some(frames::FRAME_BYTES))
-        .layer(InterceptorLayer::new(grpc::note_call(gate)))
-        .add_routes(grpc::counted(grpc::guarded(routes, access), &gate.observer.metrics));
-    let stopped = async move {
-        // A dropped sender means the end just as a message does.
-        let _ = stopped.wait_for(|stop| *stop).await;
-    };
-    let served = router.serve_with_incoming_shutdown(connections.map(Ok::<_, Infallible>), stopped);
-    Ok(async { served.await.map_err(|e| Error::Internal(format!("the gRPC port: {e}"))) })
+        .max_frame_size(Some(FRAME_BYTES))
+        .add_routes(grpc::routes(server, &security.access, health)?)
+        .serve_with_incoming_shutdown(connections, stop.cancelled_owned());
+    Ok(async {
+        let grpc = async { grpc.await.map_err(|e| Error::Internal(format!("the gRPC port: {e}"))) };
+        let http = async {
+            if let Some(serve) = http {
+                serve.await;
+            }
+            Ok(())
+        };
+        tokio::try_join!(grpc, http).map(|_| ())
+    })
 }
 
 async fn report(health: &HealthReporter, status: ServingStatus) {
@@ -380,7 +343,7 @@ async fn report(health: &HealthReporter, status: ServingStatus) {
     }
 }
 
-async fn forget(mut health: HealthReporter) {
+async fn clear(mut health: HealthReporter) {
     for name in grpc::HEALTH_NAMES {
         health.clear_service_status(name).await;
     }

@@ -1,12 +1,12 @@
-//! The start of a Generate or Score, whichever door it comes through: parsed, checked, counted, and given to the
-//! engine.
+//! The start of a Generate or Score over gRPC or HTTP: parsed, checked, counted, and sent to the engine.
 
+use std::collections::VecDeque;
 use std::time::Instant;
 
-use super::calls::{CancelOnDrop, Deadline, ReplyEnd, ReplyStream, StreamGuards, Writer, event_channel};
-use super::context::ModelFacts;
-use super::gate::Gate;
+use super::calls::{CancelOnDrop, Deadline};
 use super::pb;
+use super::replies::{ReplyStream, Writer, event_channel};
+use super::state::{ModelFacts, ServerState};
 use crate::engine::{Command, GenerateCommand, RequestClient, ValidRequest};
 use crate::error::{Error, Result};
 use crate::memory::Charge;
@@ -16,25 +16,25 @@ use crate::types::Owner;
 /// milliseconds that so much takes.
 pub(super) const INLINE_PARSE_BYTES: usize = 8 << 10;
 
-/// A message that asks for a Generate or Score.
-pub(super) trait Ask: Send + 'static {
+/// A Generate or Score that was received, and is not checked yet.
+pub(super) struct ReceivedRequest<M> {
+    pub(super) message: M,
     /// Whether checking it takes long even if it is short.
-    fn takes_long(&self) -> bool;
+    pub(super) takes_long: bool,
+    /// Size of the message in bytes, as it came.
+    pub(super) bytes: usize,
+    /// Covers the message.
+    pub(super) charge: Charge,
+    pub(super) deadline: Deadline,
+    /// The token's owner, who may abort the request.
+    pub(super) owner: Option<Owner>,
 }
 
-impl Ask for pb::GenerateRequest {
-    /// A grammar is compiled, or a chat is rendered.
-    fn takes_long(&self) -> bool {
-        let own = self.prompts.iter().filter_map(|prompt| prompt.sampling.as_deref());
-        self.sampling.iter().chain(own).any(|sampling| sampling.structured_outputs.is_some())
-            || self.prompts.iter().any(is_chat)
-    }
-}
-
-impl Ask for pb::ScoreRequest {
-    fn takes_long(&self) -> bool {
-        false
-    }
+/// Whether checking a request takes long even if it is short: a grammar is compiled, or a chat is rendered.
+pub(super) fn takes_long(request: &pb::GenerateRequest) -> bool {
+    let own = request.prompts.iter().filter_map(|prompt| prompt.sampling.as_deref());
+    request.sampling.iter().chain(own).any(|sampling| sampling.structured_outputs.is_some())
+        || request.prompts.iter().any(is_chat)
 }
 
 /// Whether a prompt is a chat. The model's template may take seconds for a short one.
@@ -42,88 +42,60 @@ pub(super) fn is_chat(prompt: &pb::Prompt) -> bool {
     matches!(prompt.kind, Some(pb::prompt::Kind::Chat(_)))
 }
 
-/// A message that asks for a Generate or Score, and is not checked yet.
-pub(super) struct Arrived<M> {
-    pub(super) message: M,
-    /// Size of the message in bytes, as it came.
-    pub(super) bytes: usize,
-    /// Covers the message.
-    pub(super) charge: Charge,
-    pub(super) deadline: Deadline,
-    /// Who may end the request.
-    pub(super) owner: Option<Owner>,
-}
-
-/// Checks a request with `convert` and hands it to the engine. What the door sends is made by the `Writer` that
-/// `writer` returns.
+/// Checks a request with `convert` and sends it to the engine. The `Writer` that `writer` returns makes the messages of
+/// the reply.
 ///
 /// # Errors
 /// The errors of `convert`; `Unavailable` while the server starts, or if it ends before the engine has the request;
 /// `ResourceExhausted` if the engine's queue is full; `DeadlineExceeded`. They are counted here; once the engine has
 /// the request it counts it.
-pub(super) async fn start<M, W>(
-    gate: &Gate,
-    arrived: Arrived<M>,
+pub(super) async fn start<M: Send + 'static, W: Writer>(
+    server: &ServerState,
+    received: ReceivedRequest<M>,
     convert: impl FnOnce(M, &ModelFacts, &mut Charge) -> Result<ValidRequest> + Send + 'static,
     writer: impl FnOnce(&ValidRequest) -> W,
-) -> Result<ReplyStream<W>>
-where
-    M: Ask,
-    W: Writer,
-{
-    let started = start_uncounted(gate, arrived, convert, writer).await;
-    started.inspect_err(|error| gate.observer.metrics.request_failed(error))
-}
-
-async fn start_uncounted<M, W>(
-    gate: &Gate,
-    arrived: Arrived<M>,
-    convert: impl FnOnce(M, &ModelFacts, &mut Charge) -> Result<ValidRequest> + Send + 'static,
-    writer: impl FnOnce(&ValidRequest) -> W,
-) -> Result<ReplyStream<W>>
-where
-    M: Ask,
-    W: Writer,
-{
-    let at = Instant::now();
-    let (context, running) = gate.admit()?;
-    let model = context.model.clone();
-    let (deadline, owner) = (arrived.deadline.clone(), arrived.owner);
-    let parsed = parse(arrived, move |message, charge| convert(message, &model, charge));
-    // A template that is still rendered must not hold up the server's end.
-    let (request, mut charge) = tokio::select! {
-        biased;
-        parsed = deadline.clone().limit(parsed) => parsed?,
-        error = gate.refused() => return Err(error),
+) -> Result<ReplyStream<W>> {
+    let start = async {
+        let arrived = Instant::now();
+        let (context, in_flight) = server.admit()?;
+        let model = context.model.clone();
+        let ReceivedRequest { message, takes_long, bytes, mut charge, deadline, owner } = received;
+        let parse = off_thread(takes_long, bytes, move || {
+            let request = convert(message, &model, &mut charge)?;
+            // The charge, which has covered the message, covers the parsed request from here on.
+            charge.set(request.bytes() + request.prompt_bytes())?;
+            Ok((request, charge))
+        });
+        // A template that is still rendered must not delay the server's end.
+        let (request, mut charge) = tokio::select! {
+            biased;
+            parsed = deadline.clone().limit(parse) => parsed?,
+            error = server.ending() => return Err(error),
+        };
+        tracing::debug!(request_id = request.request_id, prompts = request.prompts.len(), "request accepted");
+        let (prompts, samples) = (request.prompts.len(), request.num_samples());
+        let writer = writer(&request);
+        let prompts_charge = charge.split(request.prompt_bytes());
+        let (responder, backlog, events) = event_channel(&context);
+        let cancel = CancelOnDrop::new(&context.engine);
+        let ends_at = request.time_limit.and_then(|limit| arrived.checked_add(limit));
+        let time_limit = ends_at.map(|at| cancel.expire_at(at));
+        let client = RequestClient { owner, arrived, cancel: cancel.flag.clone(), responder, backlog, charge };
+        context.engine.send(Command::Generate(Box::new(GenerateCommand { request, client })))?;
+        Ok(ReplyStream {
+            events,
+            writer,
+            messages: VecDeque::new(),
+            deadline: Box::pin(deadline.passed()),
+            ended: false,
+            prompts,
+            samples,
+            server: server.clone(),
+            _guards: (cancel, in_flight, prompts_charge, time_limit),
+        })
     };
-    tracing::debug!(request_id = request.request_id, prompts = request.prompts.len(), "request accepted");
-    let size = (request.prompts.len(), request.num_samples());
-    let writer = writer(&request);
-    let prompts = charge.split(request.prompt_bytes());
-    let (ReplyEnd { responder, backlog }, events) = event_channel(&context);
-    let cancel = CancelOnDrop::new(&context.engine);
-    let ends_at = request.time_limit.and_then(|limit| at.checked_add(limit));
-    let time_limit = ends_at.map(|at| cancel.expire_at(at));
-    let client = RequestClient { owner, arrived: at, cancel: cancel.flag.clone(), responder, backlog, charge };
-    context.engine.send(Command::Generate(Box::new(GenerateCommand { request, client })))?;
-    let guards = StreamGuards { cancel, running, deadline, gate: gate.clone(), prompts, time_limit };
-    Ok(ReplyStream::new(events, writer, size, guards))
-}
-
-/// Parses a request, on the blocking pool if that takes long. Its charge, which covers the message, is then set to
-/// cover the parsed request.
-async fn parse<M: Ask>(
-    arrived: Arrived<M>,
-    convert: impl FnOnce(M, &mut Charge) -> Result<ValidRequest> + Send + 'static,
-) -> Result<(ValidRequest, Charge)> {
-    let Arrived { message, bytes, mut charge, .. } = arrived;
-    let takes_long = message.takes_long();
-    let parse = move || {
-        let request = convert(message, &mut charge)?;
-        charge.set(request.bytes() + request.prompt_bytes())?;
-        Ok((request, charge))
-    };
-    off_thread(takes_long, bytes, parse).await
+    let started: Result<_> = start.await;
+    started.inspect_err(|error| server.observer.metrics.request_failed(error))
 }
 
 /// The result of parsing `bytes` bytes, on the blocking pool if they are many or if it takes long.

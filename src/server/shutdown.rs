@@ -23,7 +23,7 @@ pub(super) enum Order {
 
 /// A channel of orders to end. The first order starts a graceful shutdown; a second one ends the server at once.
 pub fn shutdown_channel() -> (ShutdownHandle, ShutdownOrders) {
-    // Unbounded, because an order must not wait. Whoever sends signals sends few.
+    // Unbounded, because an order must not wait. Signals are few.
     let (sender, receiver) = mpsc::unbounded_channel();
     (ShutdownHandle(sender), ShutdownOrders(receiver))
 }
@@ -33,7 +33,7 @@ impl ShutdownHandle {
         self.send(Order::Asked);
     }
 
-    /// Tells the server that the engine has ended.
+    /// Reports to the server that the engine has ended.
     pub fn engine_ended(&self) {
         self.send(Order::EngineEnded);
     }
@@ -45,7 +45,7 @@ impl ShutdownHandle {
 }
 
 impl ShutdownOrders {
-    /// Waits for the next order; for ever if all handles are gone.
+    /// Waits for the next order; forever if all handles are gone.
     pub(super) async fn next(&mut self) -> Order {
         match self.0.recv().await {
             Some(order) => order,

@@ -20,8 +20,8 @@ def rows():
 
 
 def test_every_method_and_route_is_in_the_table_with_its_role(running):
-    guard = (REPOSITORY / "src/server/grpc/guard.rs").read_text()
-    expected = [(name.removeprefix("rollout.v1."), role.lower()) for name, role in METHOD.findall(guard)]
+    middleware = (REPOSITORY / "src/server/grpc/middleware.rs").read_text()
+    expected = [(name.removeprefix("rollout.v1."), role.lower()) for name, role in METHOD.findall(middleware)]
     assert len(expected) > 15, "METHODS has another form now"
     paths = ask(running.http_address, "GET", "/openapi.json").body["paths"]
     for path, operations in paths.items():

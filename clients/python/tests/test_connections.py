@@ -123,7 +123,7 @@ def test_a_token_that_nobody_checks_is_warned_of_once(binary, tmp_path):
             client.status()
     said = path.read_text()
     assert said.count("a client sends a token") == 1 and "secret" not in said
-    assert said.count("--insecure with --host 0.0.0.0: whoever reaches the server") == 1
+    assert said.count("--insecure with --host 0.0.0.0: every client that reaches it") == 1
     with path.open("w") as log, ServerProcess(binary, MODEL, SMALL_CACHE, output=log) as server:
         server.client.status()
     assert "sends a token" not in path.read_text() and "--host" not in path.read_text()

@@ -241,7 +241,7 @@ def test_a_header_is_a_bearer_token_or_refused(guarded):
     ("token", "error", "said"),
     [
         (None, Unauthenticated, "no token"),
-        (NOBODY, Unauthenticated, "none of this server's"),
+        (NOBODY, Unauthenticated, "invalid bearer token"),
         (USER, PermissionDenied, "role control; this one has the role generate"),
     ],
 )

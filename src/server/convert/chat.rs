@@ -43,7 +43,7 @@ fn values(text: &str) -> u64 {
 /// Checks a chat. Needs as many bytes as [`rendering_bytes`] says.
 ///
 /// # Errors
-/// `InvalidArgument` with the path of what is wrong.
+/// `InvalidArgument` with the path of the wrong value.
 pub(super) fn conversation(path: &str, chat: pb::Chat) -> Result<Conversation> {
     let add_generation_prompt = chat.add_generation_prompt.unwrap_or(!chat.continue_final_message);
     if add_generation_prompt && chat.continue_final_message {
@@ -68,7 +68,7 @@ fn messages(path: &str, plain: Vec<pb::ChatMessage>, given: &str) -> Result<Vec<
         (_, true) => plain.into_iter().map(|m| json!({ "role": m.role, "content": m.content })).collect(),
         (true, false) => match parsed(&path, given)? {
             Value::Array(messages) => messages,
-            _ => return Err(Error::invalid(path, "is no list of messages")),
+            _ => return Err(Error::invalid(path, "is not a list of messages")),
         },
     };
     if messages.is_empty() {
@@ -81,7 +81,7 @@ fn messages(path: &str, plain: Vec<pb::ChatMessage>, given: &str) -> Result<Vec<
 /// vLLM does to it.
 fn message(path: &str, value: Value) -> Result<Value> {
     let Value::Object(mut members) = value else {
-        return Err(Error::invalid(path, "is no object; a message has role and content"));
+        return Err(Error::invalid(path, "is not an object; a message has role and content"));
     };
     let role = match members.get("role") {
         Some(Value::String(role)) if !role.is_empty() => role.clone(),
@@ -127,7 +127,7 @@ fn part(path: &str, given: Value) -> Result<Value> {
     let mut members = match given {
         Value::String(text) => return Ok(json!({ "type": "text", "text": text })),
         Value::Object(members) => members,
-        _ => return Err(Error::invalid(path, r#"is no part; a part is {"type": "text", "text": ...}"#)),
+        _ => return Err(Error::invalid(path, r#"is not a part; a part is {"type": "text", "text": ...}"#)),
     };
     let name = match members.get("type").map(|kind| kind.as_str()) {
         None | Some(Some("text" | "input_text" | "output_text")) => "text",
@@ -140,18 +140,21 @@ fn part(path: &str, given: Value) -> Result<Value> {
     };
     match members.get_mut(name).map(Value::take) {
         Some(Value::String(text)) => Ok(json!({ "type": "text", "text": text })),
-        _ => Err(Error::invalid(format!("{path}.{name}"), "is no text")),
+        _ => Err(Error::invalid(format!("{path}.{name}"), "is not a text")),
     }
 }
 
 /// Turns the arguments of calls, which OpenAI's clients send as JSON in a text, into objects, which templates write as
 /// JSON.
 fn parse_arguments(path: &str, calls: &mut Value) -> Result<()> {
-    let Value::Array(calls) = calls else { return Err(Error::invalid(path, "is no list of calls")) };
+    let Value::Array(calls) = calls else { return Err(Error::invalid(path, "is not a list of calls")) };
     for (i, call) in calls.iter_mut().enumerate() {
         let function = if call.get("function").is_some() { &mut call["function"] } else { call };
         let Value::Object(function) = function else {
-            return Err(Error::invalid(format!("{path}[{i}]"), "is no call; a call has function: {name, arguments}"));
+            return Err(Error::invalid(
+                format!("{path}[{i}]"),
+                "is not a call; a call has function: {name, arguments}",
+            ));
         };
         let arguments = match function.get("arguments") {
             Some(Value::String(text)) if !text.trim().is_empty() => {
@@ -184,10 +187,10 @@ fn objects(path: &str, given: &str) -> Result<Value> {
         Value::Null => Ok(Value::Null),
         Value::Array(items) if items.is_empty() => Ok(Value::Null),
         Value::Array(items) => match items.iter().position(|item| !item.is_object()) {
-            Some(i) => Err(Error::invalid(format!("{path}[{i}]"), "is no object")),
+            Some(i) => Err(Error::invalid(format!("{path}[{i}]"), "is not an object")),
             None => Ok(Value::Array(items)),
         },
-        _ => Err(Error::invalid(path, "is no list of objects")),
+        _ => Err(Error::invalid(path, "is not a list of objects")),
     }
 }
 
@@ -198,7 +201,7 @@ fn arguments(path: &str, given: &str) -> Result<Map<String, Value>> {
     let arguments = match parsed(path, given)? {
         Value::Null => Map::new(),
         Value::Object(arguments) => arguments,
-        _ => return Err(Error::invalid(path, "is no object")),
+        _ => return Err(Error::invalid(path, "is not an object")),
     };
     match RESERVED.iter().find(|(name, _)| arguments.contains_key(*name)) {
         Some((name, reason)) => Err(Error::invalid(format!("{path}.{name}"), *reason)),
@@ -207,5 +210,5 @@ fn arguments(path: &str, given: &str) -> Result<Map<String, Value>> {
 }
 
 fn parsed(path: &str, text: &str) -> Result<Value> {
-    serde_json::from_str(text).map_err(|error| Error::invalid(path, format!("is no JSON: {error}")))
+    serde_json::from_str(text).map_err(|error| Error::invalid(path, format!("is not JSON: {error}")))
 }

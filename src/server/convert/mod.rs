@@ -1,10 +1,9 @@
-//! The only place that checks what clients send: protobuf messages become valid types here, and answers become
-//! messages. Values that leave this module need no further checks. The HTTP door makes the same messages of its bodies,
-//! so each field has one check and one default.
+//! The only place that checks requests: protobuf messages become valid types here, and answers become messages. Values
+//! that leave this module need no further checks. HTTP makes the same messages of its bodies, so each field has one
+//! check and one default.
 
 mod chat;
 mod lifecycle;
-mod own;
 mod prompt;
 mod sampling;
 mod structured;
@@ -22,8 +21,8 @@ pub(super) use prompt::tokens;
 pub(super) use timeline::timeline;
 pub(super) use update::{adapters, describe, dtype, header, open_update, tensors, update_reply, verified};
 
-use super::context::ModelFacts;
 use super::pb;
+use super::state::ModelFacts;
 use crate::engine::{AbortTarget, RequestKind, ValidRequest};
 use crate::error::{Error, Result};
 use crate::grammar::Grammar;
@@ -69,7 +68,7 @@ impl ValidRequest {
         (bytes.sum::<usize>() + 2 * longest) as u64
     }
 
-    /// Bytes of all grammars, of which several prompts may share one, without what each sample has for itself.
+    /// Bytes of all grammars, without the state of each sample. Several prompts may share one.
     fn grammar_bytes(&self) -> usize {
         let all = self.grammar.iter().chain(self.prompt_sampling.values().filter_map(|own| own.grammar.as_ref()));
         let mut counted = HashSet::new();
@@ -105,9 +104,9 @@ pub(super) fn generate(
     let params = sampling::for_generate(request.sampling.as_ref(), request.top_logprobs, model)?;
     let structured_outputs = request.sampling.as_ref().and_then(|s| s.structured_outputs.clone());
     let seed = request.sampling.as_ref().and_then(|s| s.seed).unwrap_or_else(rand::random);
-    let shared = own::Shared { top_logprobs: request.top_logprobs, top_logprobs_of };
+    let shared = sampling::Shared { top_logprobs: request.top_logprobs, top_logprobs_of };
     Ok(ValidRequest {
-        prompt_sampling: own::own_sampling(&mut request.prompts, &shared, model)?,
+        prompt_sampling: sampling::prompt_sampling(&mut request.prompts, &shared, model)?,
         request_id: request_id(request.request_id)?,
         prompts: prompt::prompts(request.prompts, model, charge)?,
         kind: RequestKind::Generate {
@@ -247,7 +246,9 @@ fn distribution(given: i32) -> Result<Distribution> {
     match pb::Distribution::try_from(given) {
         Ok(pb::Distribution::Unspecified | pb::Distribution::Raw) => Ok(Distribution::Raw),
         Ok(pb::Distribution::Processed) => Ok(Distribution::Processed),
-        Err(_) => Err(Error::invalid("top_logprobs_of", format!("{given} is no Distribution; use RAW or PROCESSED"))),
+        Err(_) => {
+            Err(Error::invalid("top_logprobs_of", format!("{given} is not a Distribution; use RAW or PROCESSED")))
+        }
     }
 }
 

@@ -40,7 +40,7 @@ pub(in crate::server) fn tokens(prompt: pb::Prompt, model: &ModelFacts, charge: 
     encoded("prompts[0]", prompt, model, usize::MAX, charge).map(|(_, ids)| ids)
 }
 
-/// The path of what a prompt consists of, and its token ids. A text that has certainly more than `most` is refused.
+/// The path of a prompt's content, and its token ids. A text that certainly has more than `most` is rejected.
 fn encoded(
     path: &str,
     prompt: pb::Prompt,

@@ -1,10 +1,15 @@
 //! Sampling parameters of requests: checks every range and fills in every default.
 
-use super::{ModelFacts, pb};
-use crate::error::{Error, Result};
-use crate::types::{SamplingParams, TokenId};
+use std::collections::{BTreeMap, HashMap};
+use std::sync::Arc;
 
-/// Smallest temperature that is not greedy, and smallest repetition penalty. A float32 logit divided by less comes
+use super::{ModelFacts, pb, structured};
+use crate::engine::PromptSampling;
+use crate::error::{Error, Result};
+use crate::grammar::{Grammar, GrammarSource};
+use crate::types::{Distribution, SamplingParams, TokenId};
+
+/// Smallest temperature that is not greedy, and smallest repetition penalty. A float32 logit divided by less is
 /// close to overflowing, and its distribution is the greedy one anyway.
 const MIN_DIVISOR: f32 = 1e-6;
 /// Largest magnitude of a logit bias: more than enough to force or to ban a token, and still finite after two divisions
@@ -14,6 +19,8 @@ const MAX_LOGIT_BIAS: f32 = 1e9;
 const MAX_STOP_STRINGS: usize = 64;
 /// Longest stop string in bytes: a stream holds back this much text.
 const MAX_STOP_STRING_BYTES: usize = 1024;
+/// Most grammars of one request: each is compiled when the request is received, and kept while it runs.
+const MAX_GRAMMARS: usize = 64;
 
 /// Checks the `SamplingParams` of a `GenerateRequest`.
 pub(super) fn for_generate(
@@ -191,4 +198,60 @@ fn check_satisfiable(params: &SamplingParams, model: &ModelFacts) -> Result<()> 
     }
     let message = format!("every token ends the sample, but min_tokens is {}; no token is possible", params.min_tokens);
     Err(Error::invalid(field, message))
+}
+
+/// The parameters that all prompts have from their request.
+pub(super) struct Shared {
+    pub(super) top_logprobs: u32,
+    pub(super) top_logprobs_of: Distribution,
+}
+
+/// The prompts of a request that have parameters of their own, by their index.
+///
+/// # Errors
+/// `InvalidArgument` with the path of the field; `ResourceExhausted` if too many grammars are being compiled.
+pub(super) fn prompt_sampling(
+    prompts: &mut [pb::Prompt],
+    shared: &Shared,
+    model: &ModelFacts,
+) -> Result<BTreeMap<u32, PromptSampling>> {
+    let mut grammars = Grammars::default();
+    let mut own = BTreeMap::new();
+    for (index, prompt) in (0..).zip(prompts) {
+        if let Some(given) = prompt.sampling.take() {
+            let sampling = grammars.sampling(*given, shared, model);
+            own.insert(index, sampling.map_err(|error| error.within(&format!("prompts[{index}]")))?);
+        }
+    }
+    Ok(own)
+}
+
+/// The grammars of one request, which its prompts share.
+#[derive(Default)]
+struct Grammars(HashMap<(GrammarSource, Vec<TokenId>), Arc<Grammar>>);
+
+impl Grammars {
+    fn sampling(&mut self, given: pb::SamplingParams, shared: &Shared, model: &ModelFacts) -> Result<PromptSampling> {
+        let mut params = for_generate(Some(&given), shared.top_logprobs, model)?;
+        params.top_logprobs_of = shared.top_logprobs_of;
+        let grammar = given.structured_outputs.map(|outputs| {
+            let requested = structured::requested(outputs, &params, model)?;
+            let key = (requested.source.clone(), requested.ends.clone());
+            let grammar = match self.0.get(&key) {
+                Some(grammar) => grammar.clone(),
+                None if self.0.len() == MAX_GRAMMARS => {
+                    let message = format!("a request has at most {MAX_GRAMMARS} of them; split the request");
+                    return Err(Error::invalid(requested.field(), message));
+                }
+                None => {
+                    let grammar = Arc::new(requested.compile(model)?);
+                    self.0.insert(key, grammar.clone());
+                    grammar
+                }
+            };
+            requested.check_start(&grammar, &params)?;
+            Ok(grammar)
+        });
+        Ok(PromptSampling { grammar: grammar.transpose()?, params: Arc::new(params), seed: given.seed })
+    }
 }

@@ -1,4 +1,4 @@
-//! What a sample's text must match: the field of the request, compiled.
+//! The grammar of a sample's text: the field of the request, compiled.
 
 use std::sync::Arc;
 
@@ -21,35 +21,39 @@ pub(super) fn grammar(
     model: &ModelFacts,
 ) -> Result<Option<Arc<Grammar>>> {
     let Some(given) = given else { return Ok(None) };
-    let asked = asked(given, params, model)?;
-    let grammar = asked.compile(model)?;
-    asked.check_start(&grammar, params)?;
+    let requested = requested(given, params, model)?;
+    let grammar = requested.compile(model)?;
+    requested.check_start(&grammar, params)?;
     Ok(Some(Arc::new(grammar)))
 }
 
-/// A grammar that was asked for, and is not compiled yet.
-pub(super) struct Asked {
+/// A requested grammar that is not compiled yet.
+pub(super) struct RequestedGrammar {
     name: &'static str,
     pub(super) source: GrammarSource,
     /// The tokens that end a sample.
     pub(super) ends: Vec<TokenId>,
 }
 
-/// The grammar that is asked for by samples whose other parameters are `params`.
+/// The grammar that samples with the other parameters `params` request.
 ///
 /// # Errors
 /// `InvalidArgument` with the path of the field.
-pub(super) fn asked(given: pb::StructuredOutputs, params: &SamplingParams, model: &ModelFacts) -> Result<Asked> {
+pub(super) fn requested(
+    given: pb::StructuredOutputs,
+    params: &SamplingParams,
+    model: &ModelFacts,
+) -> Result<RequestedGrammar> {
     let encoder = encoder(model)?;
     let (name, source) = source(given)?;
     // Special tokens have no text, so no grammar can ask for them; others are allowed where their text is.
     let stops = params.stop_token_ids.iter().filter(|token| encoder.tokenizer().is_special(**token));
     let ends = params.eos_token_ids.iter().chain(stops).copied().collect();
-    Ok(Asked { name, source, ends })
+    Ok(RequestedGrammar { name, source, ends })
 }
 
-impl Asked {
-    /// Path of the field that asks for it.
+impl RequestedGrammar {
+    /// Path of its field.
     pub(super) fn field(&self) -> String {
         format!("{FIELD}.{}", self.name)
     }
@@ -83,7 +87,7 @@ fn encoder(model: &ModelFacts) -> Result<&PromptEncoder> {
     model.encoder.as_deref().ok_or_else(missing)
 }
 
-/// What is asked for, and the name of its field.
+/// The source of the grammar, and the name of its field.
 fn source(given: pb::StructuredOutputs) -> Result<(&'static str, GrammarSource)> {
     match given.kind {
         Some(Kind::Regex(regex)) => Ok(("regex", GrammarSource::Regex(regex))),

@@ -6,7 +6,7 @@ use crate::server::pb;
 /// Most spans of each track in an answer whose request names no number: some minutes of a busy engine, in a megabyte.
 const DEFAULT_SPANS: u32 = 8192;
 
-/// The part of the timeline that is asked for.
+/// The requested part of the timeline.
 pub(in crate::server) fn timeline(timeline: &Timeline, request: &pb::GetTimelineRequest) -> pb::GetTimelineResponse {
     let most = if request.max_spans == 0 { DEFAULT_SPANS } else { request.max_spans };
     let (window, started) = (timeline.window(request.since, most as usize), timeline.origin_unix());

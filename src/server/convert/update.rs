@@ -6,8 +6,8 @@ use super::{MAX_ADAPTER_NAME_BYTES, MAX_PARAMETER_NAME_BYTES, check_length};
 use crate::engine::{AdapterStatus, AdapterTarget, RunningPolicy, UpdateReply, UpdateStatus};
 use crate::error::{Error, Result};
 use crate::observe::{PushGuard, PushKind, Transport};
-use crate::server::context::ServerInfo;
 use crate::server::pb;
+use crate::server::state::ServerInfo;
 use crate::weights::{Allocation, Dtype, Source, TensorEntry, UpdateHeader, UpdateKind, VerifiedPush};
 
 /// Longest adapter_config.json in bytes: one that names each module of a large model has some 100 KiB.

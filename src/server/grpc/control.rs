@@ -4,116 +4,91 @@ use std::time::Instant;
 
 use tonic::{Request, Response};
 
-use super::deadline::{answer, deadline_of};
-use super::guard::caller_of;
+use super::middleware::{Answer, answer, caller_of, deadline_of};
 use super::status::to_status;
 use crate::engine::{Command, EngineStatus};
-use crate::error::Result;
 use crate::memory::{MemoryReport, MemoryUse, resident_bytes};
 use crate::server::calls::ask;
-use crate::server::context::ServingContext;
-use crate::server::convert;
-use crate::server::gate::Gate;
-use crate::server::security::Caller;
-use crate::server::{orders, pb};
+use crate::server::{ServerState, ServingContext, convert, lifecycle, pb};
 
 pub(super) struct ControlService {
-    gate: Gate,
+    server: ServerState,
     started: Instant,
 }
 
 impl ControlService {
-    pub(super) fn new(gate: Gate) -> Self {
-        Self { gate, started: Instant::now() }
-    }
-
-    /// The status. A caller that may end only its own requests does not see the adapter of an open push, which may
-    /// fail: others' adapters show once they are resident.
-    async fn status(&self, caller: Caller) -> Result<pb::GetStatusResponse> {
-        let context = self.gate.look()?;
-        let engine = ask(&context.engine, |reply| Command::Status { reply }).await?;
-        let mut status = status_response(&engine);
-        if let Some(update) = status.update.as_mut().filter(|_| caller.limited_to.is_some()) {
-            update.adapter.clear();
-        }
-        Ok(pb::GetStatusResponse {
-            uptime_seconds: self.started.elapsed().as_secs_f64(),
-            internal_errors: status.internal_errors + self.gate.panics.count(),
-            ..status
-        })
-    }
-
-    async fn reset_prefix_cache(&self) -> Result<pb::ResetPrefixCacheResponse> {
-        let blocks = orders::reset_prefix_cache(&self.gate).await?;
-        Ok(pb::ResetPrefixCacheResponse { blocks: count(blocks) })
-    }
-
-    async fn sleep(&self, request: pb::SleepRequest) -> Result<pb::SleepResponse> {
-        let (level, mode) = (convert::sleep_level(request.level)?, convert::drain_mode(request.mode)?);
-        let reply = orders::sleep(&self.gate, level, mode).await?;
-        Ok(convert::sleep_reply(&reply))
-    }
-
-    async fn wake(&self, request: pb::WakeRequest) -> Result<pb::WakeResponse> {
-        let started = Instant::now();
-        let tags = convert::wake_tags(&request.tags, request.reload)?;
-        let status = orders::wake(&self.gate, tags, request.reload).await?;
-        let lifecycle = convert::lifecycle(status).into();
-        Ok(pb::WakeResponse { lifecycle, seconds: started.elapsed().as_secs_f64() })
-    }
-
-    async fn pause(&self, request: pb::PauseRequest) -> Result<pb::PauseResponse> {
-        orders::pause(&self.gate, convert::drain_mode(request.mode)?).await?;
-        Ok(pb::PauseResponse {})
-    }
-
-    async fn resume(&self) -> Result<pb::ResumeResponse> {
-        orders::resume(&self.gate).await?;
-        Ok(pb::ResumeResponse {})
+    pub(super) fn new(server: ServerState) -> Self {
+        Self { server, started: Instant::now() }
     }
 }
 
 #[tonic::async_trait]
 impl pb::control_server::Control for ControlService {
-    async fn get_info(&self, _: Request<pb::GetInfoRequest>) -> tonic::Result<Response<pb::GetInfoResponse>> {
-        self.gate.look().map(|context| Response::new(info_response(&context))).map_err(to_status)
+    async fn get_info(&self, _: Request<pb::GetInfoRequest>) -> Answer<pb::GetInfoResponse> {
+        self.server.context().map(|context| Response::new(info_response(&context))).map_err(to_status)
     }
 
-    async fn get_status(
-        &self,
-        request: Request<pb::GetStatusRequest>,
-    ) -> tonic::Result<Response<pb::GetStatusResponse>> {
-        answer(deadline_of(&request), self.status(caller_of(&request))).await
+    /// A caller that may abort only its own requests does not see the adapter of an open push, which may fail: others'
+    /// adapters show once they are resident.
+    async fn get_status(&self, request: Request<pb::GetStatusRequest>) -> Answer<pb::GetStatusResponse> {
+        let status = async {
+            let context = self.server.context()?;
+            let engine = ask(&context.engine, |reply| Command::Status { reply }).await?;
+            let mut status = status_response(&engine);
+            let is_limited = caller_of(&request).limited_to.is_some();
+            if let Some(update) = status.update.as_mut().filter(|_| is_limited) {
+                update.adapter.clear();
+            }
+            status.uptime_seconds = self.started.elapsed().as_secs_f64();
+            status.internal_errors += self.server.panics.count();
+            Ok(status)
+        };
+        answer(deadline_of(&request), status).await
     }
 
-    async fn get_timeline(
-        &self,
-        request: Request<pb::GetTimelineRequest>,
-    ) -> tonic::Result<Response<pb::GetTimelineResponse>> {
-        Ok(Response::new(convert::timeline(&self.gate.observer.timeline, request.get_ref())))
+    async fn get_timeline(&self, request: Request<pb::GetTimelineRequest>) -> Answer<pb::GetTimelineResponse> {
+        Ok(Response::new(convert::timeline(&self.server.observer.timeline, request.get_ref())))
     }
 
     async fn reset_prefix_cache(
         &self,
         request: Request<pb::ResetPrefixCacheRequest>,
-    ) -> tonic::Result<Response<pb::ResetPrefixCacheResponse>> {
-        answer(deadline_of(&request), self.reset_prefix_cache()).await
+    ) -> Answer<pb::ResetPrefixCacheResponse> {
+        let blocks = answer(deadline_of(&request), lifecycle::reset_prefix_cache(&self.server)).await?.into_inner();
+        Ok(Response::new(pb::ResetPrefixCacheResponse { blocks: count(blocks) }))
     }
 
-    async fn sleep(&self, request: Request<pb::SleepRequest>) -> tonic::Result<Response<pb::SleepResponse>> {
-        answer(deadline_of(&request), self.sleep(request.into_inner())).await
+    async fn sleep(&self, request: Request<pb::SleepRequest>) -> Answer<pb::SleepResponse> {
+        let sleep = async {
+            let pb::SleepRequest { level, mode } = *request.get_ref();
+            let (level, mode) = (convert::sleep_level(level)?, convert::drain_mode(mode)?);
+            lifecycle::sleep(&self.server, level, mode).await.map(|reply| convert::sleep_reply(&reply))
+        };
+        answer(deadline_of(&request), sleep).await
     }
 
-    async fn wake(&self, request: Request<pb::WakeRequest>) -> tonic::Result<Response<pb::WakeResponse>> {
-        answer(deadline_of(&request), self.wake(request.into_inner())).await
+    async fn wake(&self, request: Request<pb::WakeRequest>) -> Answer<pb::WakeResponse> {
+        let wake = async {
+            let (started, request) = (Instant::now(), request.get_ref());
+            let tags = convert::wake_tags(&request.tags, request.reload)?;
+            let status = lifecycle::wake(&self.server, tags, request.reload).await?;
+            let lifecycle = convert::lifecycle(status).into();
+            Ok(pb::WakeResponse { lifecycle, seconds: started.elapsed().as_secs_f64() })
+        };
+        answer(deadline_of(&request), wake).await
     }
 
-    async fn pause(&self, request: Request<pb::PauseRequest>) -> tonic::Result<Response<pb::PauseResponse>> {
-        answer(deadline_of(&request), self.pause(request.into_inner())).await
+    async fn pause(&self, request: Request<pb::PauseRequest>) -> Answer<pb::PauseResponse> {
+        let pause = async {
+            lifecycle::pause(&self.server, convert::drain_mode(request.get_ref().mode)?).await?;
+            Ok(pb::PauseResponse {})
+        };
+        answer(deadline_of(&request), pause).await
     }
 
-    async fn resume(&self, request: Request<pb::ResumeRequest>) -> tonic::Result<Response<pb::ResumeResponse>> {
-        answer(deadline_of(&request), self.resume()).await
+    async fn resume(&self, request: Request<pb::ResumeRequest>) -> Answer<pb::ResumeResponse> {
+        answer(deadline_of(&request), lifecycle::resume(&self.server)).await?;
+        Ok(Response::new(pb::ResumeResponse {}))
     }
 }
 
@@ -188,7 +163,7 @@ fn ledger(report: &MemoryReport, status: &EngineStatus) -> pb::MemoryLedger {
     }
 }
 
-/// `n` as a 32-bit count; what is counted here is also numbered with 32 bits.
+/// `n` as a 32-bit count; blocks, samples and tokens are also numbered with 32 bits.
 fn count(n: impl TryInto<u32>) -> u32 {
     n.try_into().ok().expect("blocks, samples and tokens are counted with 32 bits")
 }

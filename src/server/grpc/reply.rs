@@ -1,11 +1,11 @@
-//! Turns the engine's events into the messages of gRPC's replies.
+//! Turns the engine's events into the messages of gRPC replies.
 
 use std::collections::VecDeque;
 
 use crate::engine::{Completion, Event, Summary, ValidRequest};
 use crate::error::{Error, Result};
-use crate::server::calls::{Progress, Writer};
 use crate::server::pb;
+use crate::server::replies::{Progress, Writer};
 use crate::types::{FinishReason, Prompt, TokenId, TokenLogprobs, WeightVersion};
 use pb::generate_response::Event as Message;
 
@@ -13,15 +13,15 @@ use pb::generate_response::Event as Message;
 const PIECE_TOKENS: usize = 1024;
 
 /// Turns the events of one `Generate` into its messages.
-pub(super) struct ReplyWriter {
+pub(super) struct GenerateWriter {
     request_id: String,
     /// The prompts that have not been sent back, by their index.
     prompts: Vec<Option<Prompt>>,
-    /// Whether the request asked for `top_logprobs`.
+    /// Whether the request has `top_logprobs`.
     top: bool,
 }
 
-impl ReplyWriter {
+impl GenerateWriter {
     pub(super) fn new(request: &ValidRequest) -> Self {
         Self {
             request_id: request.request_id.clone(),
@@ -45,8 +45,8 @@ impl ReplyWriter {
                 logprobs: vec![logprobs.processed],
                 raw_logprobs: vec![logprobs.raw],
                 text,
-                top_logprobs: self.if_asked(|| vec![top_logprobs(&logprobs)]),
-                ranks: self.if_asked(|| vec![logprobs.rank]),
+                top_logprobs: self.if_top(|| vec![top_logprobs(&logprobs)]),
+                ranks: self.if_top(|| vec![logprobs.rank]),
             })),
             Event::Text { prompt_index, sample_index, text } => push(Message::Delta(pb::TokenDelta {
                 prompt_index,
@@ -55,7 +55,7 @@ impl ReplyWriter {
                 ..Default::default()
             })),
             Event::PromptLogprobs { prompt_index, logprobs, .. } => {
-                let (_, prompt) = prompt.ok_or_else(|| unasked(prompt_index))?;
+                let (_, prompt) = prompt.ok_or_else(|| unrequested(prompt_index))?;
                 push(Message::PromptLogprobs(self.prompt_logprobs(prompt_index, &prompt.tokens, &logprobs)?));
             }
             Event::Completion(completion) => push(Message::Completion(self.completion(completion))),
@@ -77,13 +77,13 @@ impl ReplyWriter {
             token_ids: c.tokens.iter().map(|t| t.token).collect(),
             logprobs: c.tokens.iter().map(|t| t.processed).collect(),
             raw_logprobs: c.tokens.iter().map(|t| t.raw).collect(),
-            top_logprobs: self.if_asked(|| c.tokens.iter().map(top_logprobs).collect()),
+            top_logprobs: self.if_top(|| c.tokens.iter().map(top_logprobs).collect()),
             finish_reason: finish_reason(c.finish_reason).into(),
             weight_versions: c.weight_versions.iter().map(span).collect(),
             seed: c.seed,
             cached_tokens: c.cached_tokens,
             text: c.text,
-            ranks: self.if_asked(|| c.tokens.iter().map(|t| t.rank).collect()),
+            ranks: self.if_top(|| c.tokens.iter().map(|t| t.rank).collect()),
         }
     }
 
@@ -97,13 +97,13 @@ impl ReplyWriter {
             prompt_index,
             token_ids: prompt.to_vec(),
             raw_logprobs: after_first(prompt.len(), logprobs, |t| t.raw)?,
-            top_logprobs: self.if_asked(|| tops_after_first(logprobs)),
-            ranks: self.if_asked(|| std::iter::once(0).chain(logprobs.iter().map(|t| t.rank)).collect()),
+            top_logprobs: self.if_top(|| tops_after_first(logprobs)),
+            ranks: self.if_top(|| std::iter::once(0).chain(logprobs.iter().map(|t| t.rank)).collect()),
         })
     }
 
-    /// The list that goes with `top_logprobs`: empty unless the request asked for them.
-    fn if_asked<T>(&self, list: impl FnOnce() -> Vec<T>) -> Vec<T> {
+    /// A list beside the log-probabilities: empty unless the request has `top_logprobs`.
+    fn if_top<T>(&self, list: impl FnOnce() -> Vec<T>) -> Vec<T> {
         if self.top { list() } else { Vec::new() }
     }
 
@@ -118,7 +118,7 @@ impl ReplyWriter {
     }
 }
 
-impl Writer for ReplyWriter {
+impl Writer for GenerateWriter {
     type Message = pb::GenerateResponse;
 
     fn request_id(&self) -> &str {
@@ -156,7 +156,7 @@ impl ScoreWriter {
         weight_version: WeightVersion,
         out: &mut VecDeque<pb::ScoreResponse>,
     ) -> Result<()> {
-        let length = self.lengths.get_mut(index as usize).ok_or_else(|| unasked(index))?;
+        let length = self.lengths.get_mut(index as usize).ok_or_else(|| unrequested(index))?;
         let length = length.take().ok_or_else(|| Error::Internal(format!("two scores for sequence {index}")))?;
         self.left -= 1;
         let raw = after_first(length, logprobs, |t| t.raw)?;
@@ -200,7 +200,7 @@ impl Writer for ScoreWriter {
             ))),
             Event::Done(_) => Progress::Done,
             Event::Failed(error) => Progress::Failed(error),
-            // Abort ends a scored sequence by an aborted completion without tokens; the missing score tells it all.
+            // Abort ends a scored sequence by an aborted completion without tokens; its score is then missing.
             Event::Completion(_) | Event::Token { .. } | Event::Text { .. } => Progress::More,
         }
     }
@@ -245,7 +245,7 @@ fn finish_reason(reason: FinishReason) -> pb::FinishReason {
     }
 }
 
-fn unasked(prompt_index: u32) -> Error {
+fn unrequested(prompt_index: u32) -> Error {
     Error::Internal(format!("log-probabilities of prompt {prompt_index} were not asked for"))
 }
 

@@ -8,7 +8,7 @@ use crate::error::{Error, shown};
 /// and clients accept headers of 8 KiB; with a longer one they would see a broken stream instead of the status.
 const MAX_MESSAGE_BYTES: usize = 2048;
 
-/// The status for an error: its code tells what the caller can do about it, its message is the error's own text.
+/// The status for an error. Its code is chosen by what the caller can do, its message is the error's own text.
 pub(super) fn to_status(error: Error) -> Status {
     let code = match &error {
         Error::InvalidArgument { .. } => Code::InvalidArgument,

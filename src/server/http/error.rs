@@ -18,27 +18,27 @@ pub(super) struct ErrorBody {
     error: ErrorFacts,
 }
 
-/// What went wrong.
+/// The error.
 #[derive(Clone, Debug, Serialize, ToSchema)]
 struct ErrorFacts {
-    /// What is wrong, with the offending value, and what to do.
+    /// The reason, with the offending value, and the remedy.
     message: String,
     /// The kind of error, such as `BadRequestError` or `NotFoundError`.
     r#type: &'static str,
-    /// The member of the body that is wrong.
+    /// The wrong member of the body.
     param: Option<String>,
     /// The HTTP status.
     code: u16,
 }
 
-/// What an answer says went wrong, among its extensions.
+/// The error of an answer, among its extensions.
 #[derive(Clone, Debug)]
-pub(super) struct Shown {
+pub(super) struct ShownError {
     pub(super) kind: &'static str,
     pub(super) message: String,
 }
 
-/// An answer that says what went wrong.
+/// An error as an answer.
 #[derive(Clone, Debug)]
 pub(super) struct HttpError {
     status: StatusCode,
@@ -129,12 +129,12 @@ fn member(path: &str) -> String {
 impl IntoResponse for HttpError {
     fn into_response(self) -> Response {
         let status = self.status;
-        let shown = Shown { kind: self.facts.r#type, message: self.facts.message.clone() };
+        let error = ShownError { kind: self.facts.r#type, message: self.facts.message.clone() };
         let mut response = (status, Json(self.into_body())).into_response();
         if status == StatusCode::UNAUTHORIZED {
             response.headers_mut().insert(WWW_AUTHENTICATE, HeaderValue::from_static("Bearer"));
         }
-        response.extensions_mut().insert(shown);
+        response.extensions_mut().insert(error);
         response
     }
 }

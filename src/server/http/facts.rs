@@ -1,23 +1,33 @@
-//! What a client asks before anything else: whether the server lives, its version, its models.
+//! Facts about the server: liveness, version, models, metrics and the timeline. Metrics and the timeline do not ask the
+//! engine, so they are answered while it computes, sleeps or loads.
 
 use axum::Json;
-use axum::extract::State;
+use axum::extract::rejection::QueryRejection;
+use axum::extract::{Query, State};
 use axum::http::StatusCode;
-use serde::Serialize;
-use utoipa::ToSchema;
+use axum::http::header::CONTENT_TYPE;
+use axum::response::{IntoResponse, Response};
+use serde::{Deserialize, Serialize};
+use utoipa::{IntoParams, ToSchema};
 
-use super::Door;
-use super::error::{ErrorBody, HttpError};
+use super::{AppState, ErrorBody, HttpError};
 use crate::engine::Command;
+use crate::error::Error;
+use crate::memory::{open_files_limit, resident_bytes};
+use crate::observe::ServerFacts;
 use crate::server::calls::ask;
+use crate::server::{convert, pb};
+
+/// Content type of Prometheus' text format.
+const PROMETHEUS: &str = "text/plain; version=0.0.4; charset=utf-8";
 
 /// Liveness: 200 with an empty body once the model is loaded, 503 before.
 #[utoipa::path(get, path = "/health", responses(
     (status = 200, description = "the server serves"),
     (status = 503, description = "the model is being loaded, or the server ends", body = ErrorBody),
 ))]
-pub(super) async fn health(State(door): State<Door>) -> Result<StatusCode, HttpError> {
-    door.gate.admit()?;
+pub(super) async fn health(State(app): State<AppState>) -> Result<StatusCode, HttpError> {
+    app.server.admit()?;
     Ok(StatusCode::OK)
 }
 
@@ -26,8 +36,8 @@ pub(super) async fn health(State(door): State<Door>) -> Result<StatusCode, HttpE
     (status = 200, description = "the server serves"),
     (status = 503, description = "the model is being loaded, or the server ends", body = ErrorBody),
 ))]
-pub(super) async fn ping(door: State<Door>) -> Result<StatusCode, HttpError> {
-    health(door).await
+pub(super) async fn ping(app: State<AppState>) -> Result<StatusCode, HttpError> {
+    health(app).await
 }
 
 /// The version of the server.
@@ -42,7 +52,7 @@ pub(super) async fn version() -> Json<Version> {
     Json(Version { version: env!("CARGO_PKG_VERSION") })
 }
 
-/// The list of what `model` may be in a request.
+/// The models that a request may name.
 #[derive(Serialize, ToSchema)]
 pub(super) struct ModelList {
     object: &'static str,
@@ -70,14 +80,14 @@ struct Model {
     (status = 200, body = ModelList),
     (status = 503, body = ErrorBody),
 ))]
-pub(super) async fn models(State(door): State<Door>) -> Result<Json<ModelList>, HttpError> {
-    let context = door.gate.look()?;
+pub(super) async fn models(State(app): State<AppState>) -> Result<Json<ModelList>, HttpError> {
+    let context = app.server.context()?;
     let adapters = ask(&context.engine, |reply| Command::ListAdapters { reply }).await?;
     let name = &context.info.model;
     let model = |id: &str, parent: Option<String>, max_model_len| Model {
         id: id.to_owned(),
         object: "model",
-        created: door.created,
+        created: app.created,
         owned_by: "rollout-server",
         root: id.to_owned(),
         parent,
@@ -87,4 +97,66 @@ pub(super) async fn models(State(door): State<Door>) -> Result<Json<ModelList>, 
     let policy = std::iter::once(model(name, None, Some(context.model.max_model_len)));
     let resident = adapters.iter().filter(|a| !a.retired).map(|a| model(&a.name, Some(name.clone()), None));
     Ok(Json(ModelList { object: "list", data: policy.chain(resident).collect() }))
+}
+
+/// Metrics for Prometheus.
+#[utoipa::path(get, path = "/metrics", responses(
+    (status = 200, description = "all metrics in Prometheus' text format", content_type = "text/plain", body = String),
+))]
+pub(super) async fn metrics(State(AppState { server, .. }): State<AppState>) -> Response {
+    let observer = &server.observer;
+    let context = server.context().ok();
+    let info = context.as_ref().map_or_else(Vec::new, |context| {
+        let info = &context.info;
+        vec![
+            ("model", info.model.clone()),
+            ("architecture", info.architecture.clone()),
+            ("dtype", info.dtype.clone()),
+            ("device", info.device.clone()),
+            ("kernel", info.kernel.clone()),
+            ("tensor_parallel_size", info.tensor_parallel_size.to_string()),
+        ]
+    });
+    let text = observer.metrics.render(
+        &observer.timeline,
+        &ServerFacts {
+            info,
+            panics: server.panics.count(),
+            log_lines_dropped: observer.logs.as_ref().map_or(0, |logs| logs.dropped()),
+            resident_bytes: resident_bytes(),
+            traffic_bytes: context.map_or(0, |context| context.traffic.used()),
+            open_files: std::fs::read_dir("/proc/self/fd").ok().map(|entries| entries.count() as u64),
+            max_open_files: open_files_limit(),
+            started_unix_seconds: observer.timeline.origin_unix() as f64 / 1e9,
+        },
+    );
+    ([(CONTENT_TYPE, PROMETHEUS)], text).into_response()
+}
+
+/// The part of the timeline to return.
+#[derive(Deserialize, IntoParams)]
+#[serde(deny_unknown_fields)]
+#[into_params(parameter_in = Query)]
+pub(super) struct TimelinePart {
+    /// Spans that end after this time, in nanoseconds since 1970; 0 or less for all that are kept.
+    #[serde(default)]
+    since: i64,
+    /// Most spans of each track; the newest are returned. 0 means 8192.
+    #[serde(default)]
+    #[param(value_type = u64)]
+    max_spans: u32,
+}
+
+/// Where the engine's time went: its last phases, and those of pushes beside it.
+#[utoipa::path(get, path = "/timeline.json", params(TimelinePart), responses(
+    (status = 200, body = pb::GetTimelineResponse),
+    (status = 400, body = ErrorBody),
+))]
+pub(super) async fn timeline(
+    State(app): State<AppState>,
+    part: Result<Query<TimelinePart>, QueryRejection>,
+) -> Result<Json<pb::GetTimelineResponse>, HttpError> {
+    let Query(TimelinePart { since, max_spans }) = part.map_err(|error| Error::invalid("query", error.body_text()))?;
+    let request = pb::GetTimelineRequest { since: u64::try_from(since).unwrap_or(0), max_spans };
+    Ok(Json(convert::timeline(&app.server.observer.timeline, &request)))
 }

@@ -1,32 +1,35 @@
-//! Bodies made of groups of members, so that a group that several routes share is written once. Serde's own `flatten`
-//! would keep the whole body in memory a second time, and hide which members nothing reads.
+//! Bodies of many members, defined as structs. Groups of members that several routes share are structs of their own.
+//! Serde's own `flatten` would keep the whole body in memory a second time, and hide the members that nothing reads.
 
 use std::fmt;
 use std::marker::PhantomData;
 
-use serde::de::{Deserialize, Deserializer, IgnoredAny, MapAccess, Visitor};
+use serde::de::{self, Deserializer, IgnoredAny, MapAccess, Visitor};
+use serde_json::value::RawValue;
 
-/// A group of optional members of a JSON object.
+/// Neutral values, which clients send for members that they do not use.
+const NEUTRAL: [&str; 11] =
+    ["null", "false", "\"\"", "[]", "{}", "0", "1", "1.0", "\"none\"", "\"auto\"", "[\"text\"]"];
+
+/// The members of a JSON object, each of which may be absent or null.
 pub(super) trait Members: Default {
-    /// Reads the value of the member `name`, if it is of this group; false if it is not.
+    /// Reads the value of the member `name`; false if there is no such member.
     fn read<'de, A: MapAccess<'de>>(&mut self, name: &str, map: &mut A) -> Result<bool, A::Error>;
 }
 
-impl<A: Members, B: Members> Members for (A, B) {
-    fn read<'de, M: MapAccess<'de>>(&mut self, name: &str, map: &mut M) -> Result<bool, M::Error> {
-        Ok(self.0.read(name, map)? || self.1.read(name, map)?)
-    }
-}
-
-/// Defines a struct of optional members and implements [`Members`] for it.
+/// Defines a struct of optional members, which may be null, and of groups of such members (`..group: Group`), and
+/// implements [`Members`] and `Deserialize` for it. Members named in `rejects` are an error unless their value is
+/// neutral. All others have no effect, and the answer's header names them.
 macro_rules! members {
     ($(#[$about:meta])* $visibility:vis struct $name:ident {
         $($(#[$meta:meta])* $inner:vis $member:ident: $type:ty,)*
-    }) => {
+        $(..$group_visibility:vis $group:ident: $group_type:ty,)*
+    } $(rejects $rejected:expr;)*) => {
         $(#[$about])*
         #[derive(Default, utoipa::ToSchema)]
         $visibility struct $name {
             $($(#[$meta])* $inner $member: Option<$type>,)*
+            $(#[serde(flatten)] $group_visibility $group: $group_type,)*
         }
 
         impl $crate::server::http::members::Members for $name {
@@ -37,40 +40,62 @@ macro_rules! members {
             ) -> std::result::Result<bool, A::Error> {
                 match name {
                     $(stringify!($member) => self.$member = map.next_value()?,)*
-                    _ => return Ok(false),
+                    _ => {
+                        $(if $crate::server::http::members::Members::read(&mut self.$group, name, map)? {
+                            return Ok(true);
+                        })*
+                        $(if $crate::server::http::members::reject(&$rejected, name, map)? {
+                            return Ok(true);
+                        })*
+                        return Ok(false);
+                    }
                 }
                 Ok(true)
+            }
+        }
+
+        impl<'de> serde::Deserialize<'de> for $name {
+            fn deserialize<D: serde::Deserializer<'de>>(deserializer: D) -> std::result::Result<Self, D::Error> {
+                $crate::server::http::members::deserialize(deserializer)
             }
         }
     };
 }
 pub(super) use members;
 
-/// A body with the members of `T`. Others are passed over, and named in the answer's header.
-pub(super) struct BodyOf<T>(pub(super) T);
-
-impl<'de, T: Members> Deserialize<'de> for BodyOf<T> {
-    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
-        deserializer.deserialize_map(BodyVisitor(PhantomData))
+/// Fails if the member `name` is one of `rejected` and its value is not neutral; false if it is not one of them.
+pub(super) fn reject<'de, A: MapAccess<'de>>(rejected: &[&str], name: &str, map: &mut A) -> Result<bool, A::Error> {
+    if !rejected.contains(&name) {
+        return Ok(false);
     }
+    let value: Box<RawValue> = map.next_value()?;
+    if NEUTRAL.contains(&value.get()) {
+        return Ok(true);
+    }
+    Err(de::Error::custom(format_args!("{name} is not supported; leave it out")))
 }
 
-struct BodyVisitor<T>(PhantomData<T>);
+/// Reads an object with the members of `T`.
+pub(super) fn deserialize<'de, T: Members, D: Deserializer<'de>>(deserializer: D) -> Result<T, D::Error> {
+    struct MembersVisitor<T>(PhantomData<T>);
 
-impl<'de, T: Members> Visitor<'de> for BodyVisitor<T> {
-    type Value = BodyOf<T>;
+    impl<'de, T: Members> Visitor<'de> for MembersVisitor<T> {
+        type Value = T;
 
-    fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str("a JSON object")
-    }
-
-    fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<Self::Value, A::Error> {
-        let mut members = T::default();
-        while let Some(name) = map.next_key::<String>()? {
-            if !members.read(&name, &mut map)? {
-                map.next_value::<IgnoredAny>()?;
-            }
+        fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+            f.write_str("a JSON object")
         }
-        Ok(BodyOf(members))
+
+        fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<T, A::Error> {
+            let mut members = T::default();
+            while let Some(name) = map.next_key::<String>()? {
+                if !members.read(&name, &mut map)? {
+                    map.next_value::<IgnoredAny>()?;
+                }
+            }
+            Ok(members)
+        }
     }
+
+    deserializer.deserialize_map(MembersVisitor(PhantomData))
 }

@@ -8,30 +8,28 @@ use axum::extract::{FromRequest, Request};
 use axum::http::header::{CONTENT_LENGTH, HeaderMap, TRANSFER_ENCODING};
 use tokio::time::timeout;
 
-use super::Door;
-use super::body::Ignored;
-use super::error::HttpError;
+use super::{AppState, HttpError, Ignored};
 use crate::error::shown;
 
 /// Longest value that an error repeats, in bytes.
 const MAX_SHOWN_BYTES: usize = 100;
 /// A body of up to so many bytes is received, so that its connection can be used again.
 const DISCARDED_BYTES: usize = 16 << 10;
-/// Longest time that an order waits for a body that nobody reads.
+/// Longest time that a call waits for a body that is not read.
 const DISCARD: Duration = Duration::from_secs(1);
 
 /// The arguments of a query, in their order.
 #[derive(Debug, Default)]
 pub(super) struct Query {
     pairs: Vec<(String, String)>,
-    /// Whether a body came with it, which nobody reads.
+    /// Whether a body came with it, which is not read.
     has_body: bool,
 }
 
-impl FromRequest<Door> for Query {
+impl FromRequest<AppState> for Query {
     type Rejection = HttpError;
 
-    async fn from_request(request: Request, _: &Door) -> Result<Self, HttpError> {
+    async fn from_request(request: Request, _: &AppState) -> Result<Self, HttpError> {
         let (parts, body) = request.into_parts();
         let has_body = has_body(&parts.headers);
         if has_body {
@@ -43,12 +41,12 @@ impl FromRequest<Door> for Query {
     }
 }
 
-/// Receives a body and drops it. One that is too long, or comes too slowly, ends its connection with the answer.
+/// Receives a body and drops it. After one that is too long or too slow, the connection closes with the answer.
 async fn discard(body: Body) {
     let _ = timeout(DISCARD, to_bytes(body, DISCARDED_BYTES)).await;
 }
 
-/// Whether a body comes, as far as the headers say.
+/// Whether the headers announce a body.
 pub(super) fn has_body(headers: &HeaderMap) -> bool {
     headers.contains_key(TRANSFER_ENCODING) || headers.get(CONTENT_LENGTH).is_some_and(|length| length != "0")
 }
@@ -59,8 +57,8 @@ impl Query {
         self.pairs.iter().filter(move |(key, _)| key == name).map(|(_, value)| value.as_str())
     }
 
-    /// The value of an argument, of which `choices` has every text; the first choice if it is not there. Where it comes
-    /// several times the last one counts.
+    /// The value of an argument that is one of `choices`; the first choice if it is absent. If it is repeated, the last
+    /// one counts.
     ///
     /// # Errors
     /// 400 with the argument's name.
@@ -90,7 +88,7 @@ impl Query {
         }
     }
 
-    /// What came and has no effect: arguments other than `known`, and a body.
+    /// The parts of the request that have no effect: arguments other than `known`, and a body.
     pub(super) fn ignored(&self, known: &[&str]) -> Ignored {
         let names: BTreeSet<_> = self.pairs.iter().map(|(key, _)| key.as_str()).collect();
         let mut ignored = Ignored::default();

@@ -12,12 +12,11 @@ use http_body::{Frame, SizeHint};
 use serde::Serialize;
 use tokio_stream::{Stream, StreamExt as _};
 
-use super::body::Ignored;
-use super::error::HttpError;
+use super::{HttpError, Ignored};
 use crate::error::Error;
 use crate::memory::Charge;
-use crate::server::calls::{ReplyStream, Writer};
-use crate::server::panics::Panics;
+use crate::server::replies::{ReplyStream, Writer};
+use crate::server::state::Panics;
 
 /// The last event of a stream.
 const DONE: &[u8] = b"data: [DONE]\n\n";
@@ -85,8 +84,8 @@ impl http_body::Body for CountedBody {
     }
 }
 
-/// Answers with what `replies` makes: its only message as JSON, or all its messages as events if `is_stream`. Waits for
-/// the first message, so that a request which is refused gets a status of its own.
+/// Answers with the only message of `replies` as JSON, or with all its messages as events if `is_stream`. Waits for the
+/// first message, so that a rejected request gets a status of its own.
 ///
 /// # Errors
 /// The error of the request, if it ends before its first message.
@@ -120,7 +119,7 @@ pub(super) async fn answer<W: Writer<Message = Bytes> + 'static>(
 struct ReplyBody<W: Writer> {
     first: Option<Bytes>,
     replies: ReplyStream<W>,
-    /// What follows the last message; None once it has been sent, and for a body that is no stream of events.
+    /// The event after the last message; None once it has been sent, and for a body that is not a stream of events.
     ending: Option<Bytes>,
     length: Option<u64>,
     panics: Panics,
@@ -145,7 +144,7 @@ impl<W: Writer<Message = Bytes>> http_body::Body for ReplyBody<W> {
                 Some(Err(error)) => Some(event(&HttpError::from(error).into_body())),
                 None => this.ending.take(),
             },
-            // The reply's state is not looked at again.
+            // The reply is not polled again.
             Err(error) => {
                 this.length = Some(0);
                 Some(event(&HttpError::from(error).into_body()))

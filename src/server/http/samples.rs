@@ -7,29 +7,20 @@ use bytes::Bytes;
 use serde::Serialize;
 use serde_json::value::RawValue;
 
-use super::Door;
-use super::body::JsonBody;
-use super::error::HttpError;
-use super::openai::report::Report;
 use super::reply::{answer, json_bytes};
+use super::{AppState, HttpError, JsonBody};
 use crate::engine::{Completion, Event, RequestKind, Summary, ValidRequest};
 use crate::error::{Error, Result};
 use crate::memory::{Charge, Traffic};
-use crate::server::calls::{Deadline, Progress, Writer};
-use crate::server::requests::{Arrived, start};
+use crate::server::calls::Deadline;
+use crate::server::replies::{Progress, Writer};
+use crate::server::requests::{ReceivedRequest, start, takes_long};
 use crate::server::{ServingContext, convert, pb};
 use crate::types::TokenLogprobs;
 
-/// What a route makes of the events of one request. Events that go into a stream are appended to `out`; so is the
-/// answer, once all samples have ended.
-pub(super) trait Samples: Send + Unpin + Sized + 'static {
-    /// What the answer is to contain.
-    type Options: Send;
-
-    fn report(options: &Self::Options) -> &Report;
-
-    fn new(request: &ValidRequest, options: Self::Options, traffic: &Traffic) -> Self;
-
+/// Turns the events of one request into a route's answer. Events of a stream are appended to `out`; so is the answer,
+/// once all samples have ended.
+pub(super) trait Samples: Send + Unpin + 'static {
     fn prompt_logprobs(&mut self, prompt: usize, logprobs: Vec<TokenLogprobs>) -> Result<()>;
 
     /// Streams a token of a sample, with the text that it completes.
@@ -57,24 +48,30 @@ pub(super) trait Samples: Send + Unpin + Sized + 'static {
     fn answer(&mut self, summary: &Summary) -> Bytes;
 }
 
-/// Answers a request for samples, whose message to the engine and whose options `read` makes of its body.
-pub(super) async fn sample<T, S: Samples>(
-    door: &Door,
+/// Answers a request for samples. `read` makes the message to the engine of its body, and a function that returns what
+/// writes the answer.
+pub(super) async fn sample<T, S: Samples, W: FnOnce(&ValidRequest, &Traffic) -> S>(
+    app: &AppState,
     body: JsonBody<T>,
-    read: impl FnOnce(T, &ServingContext) -> Result<(pb::GenerateRequest, S::Options)>,
+    read: impl FnOnce(T, &ServingContext) -> Result<(pb::GenerateRequest, W)>,
 ) -> std::result::Result<Response, HttpError> {
-    let context = door.gate.look()?;
+    let context = app.server.context()?;
     let JsonBody { value, bytes, charge, ignored, caller } = body;
-    let (message, options) = read(value, &context)?;
-    let is_stream = S::report(&options).is_stream;
-    let traffic = context.traffic.clone();
-    let arrived = Arrived { message, bytes, charge, deadline: Deadline::new(None, &door.gate), owner: caller.owner };
-    let writer = move |request: &_| SampleWriter::<S>::new(request, options, &traffic);
-    let replies = start(&door.gate, arrived, convert::generate, writer).await?;
-    answer(replies, is_stream, &ignored, &door.gate.panics).await
+    let (message, writer) = read(value, &context)?;
+    let (takes_long, is_stream) = (takes_long(&message), message.stream_tokens);
+    let deadline = Deadline::new(None, &app.server);
+    let received = ReceivedRequest { message, takes_long, bytes, charge, deadline, owner: caller.owner };
+    let writer = |request: &ValidRequest| SampleWriter {
+        request_id: request.request_id.clone(),
+        is_stream,
+        samples: writer(request, &context.traffic),
+        charge: context.traffic.charge_always(0),
+    };
+    let replies = start(&app.server, received, convert::generate, writer).await?;
+    answer(replies, is_stream, &ignored, &app.server.panics).await
 }
 
-/// How many samples a request makes of each prompt.
+/// Number of samples that a request makes of each prompt.
 pub(super) fn samples_per_prompt(request: &ValidRequest) -> usize {
     match request.kind {
         RequestKind::Generate { n, .. } => n as usize,
@@ -92,15 +89,6 @@ struct SampleWriter<S> {
 }
 
 impl<S: Samples> SampleWriter<S> {
-    fn new(request: &ValidRequest, options: S::Options, traffic: &Traffic) -> Self {
-        Self {
-            request_id: request.request_id.clone(),
-            is_stream: S::report(&options).is_stream,
-            samples: S::new(request, options, traffic),
-            charge: traffic.charge_always(0),
-        }
-    }
-
     fn take(&mut self, event: Event, out: &mut VecDeque<Bytes>) -> Result<Progress> {
         let samples = &mut self.samples;
         match event {
@@ -113,12 +101,11 @@ impl<S: Samples> SampleWriter<S> {
             }
             Event::Completion(completion) if self.is_stream => samples.end_sample(&completion, out),
             Event::Completion(completion) => samples.keep_sample(completion)?,
-            Event::Done(summary) if self.is_stream => {
-                samples.end_stream(&summary, out);
-                return Ok(Progress::Done);
-            }
             Event::Done(summary) => {
-                out.push_back(samples.answer(&summary));
+                match self.is_stream {
+                    true => samples.end_stream(&summary, out),
+                    false => out.push_back(samples.answer(&summary)),
+                }
                 return Ok(Progress::Done);
             }
             Event::Failed(error) => return Ok(Progress::Failed(error)),
@@ -143,19 +130,19 @@ impl<S: Samples> Writer for SampleWriter<S> {
     }
 }
 
-/// Finished samples of an answer, as JSON, and all else that is kept for it.
-pub(super) struct Kept {
+/// Finished samples of an answer, as JSON, and the count of everything that is kept for it.
+pub(super) struct FinishedSamples {
     samples: Vec<Option<Box<RawValue>>>,
     charge: Charge,
 }
 
-impl Kept {
+impl FinishedSamples {
     /// Room for `samples` samples, beside `bytes` bytes.
     pub(super) fn new(samples: usize, bytes: usize, traffic: &Traffic) -> Self {
         Self { samples: (0..samples).map(|_| None).collect(), charge: traffic.charge_always(bytes as u64) }
     }
 
-    /// Counts `bytes` more. Returns them, to be given back to [`Kept::release`] or [`Kept::keep`].
+    /// Counts `bytes` more. Returns them, to be passed to [`Self::release`] or [`Self::push`].
     ///
     /// # Errors
     /// `ResourceExhausted` if there is no room.
@@ -172,7 +159,7 @@ impl Kept {
     ///
     /// # Errors
     /// `ResourceExhausted` if there is no room.
-    pub(super) fn keep(&mut self, index: usize, sample: &impl Serialize, held: u64) -> Result<()> {
+    pub(super) fn push(&mut self, index: usize, sample: &impl Serialize, held: u64) -> Result<()> {
         // Once for the sample, once for its copy in the answer, and once more while it is written.
         let length = json_bytes(sample);
         self.hold(3 * length)?;
@@ -183,7 +170,7 @@ impl Kept {
         Ok(())
     }
 
-    /// The answer that `answer` makes of the samples. What was kept is dropped; whoever sends the answer counts it.
+    /// The answer that `answer` makes of the samples, which are dropped. The sender of the answer counts it.
     pub(super) fn finish(&mut self, answer: impl FnOnce(Vec<Box<RawValue>>) -> Bytes) -> Bytes {
         let answer = answer(std::mem::take(&mut self.samples).into_iter().flatten().collect());
         self.charge.shrink(self.charge.bytes());

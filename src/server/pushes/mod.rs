@@ -1,5 +1,5 @@
-//! Pushes of weights, whichever door they come through: one transaction each, which the engine applies between two
-//! steps or not at all.
+//! Pushes of weights over gRPC and HTTP: one transaction each, which the engine applies between two steps or not at
+//! all.
 
 mod thread;
 
@@ -9,29 +9,28 @@ use std::time::Instant;
 
 pub(super) use thread::{PushThread, StagedUpdate};
 
-use super::calls::{CancelOnDrop, ask_patiently, reply_channel};
-use super::context::ServingContext;
+use super::calls::{CancelOnDrop, ask_blocking, reply_channel};
 use super::convert;
-use super::gate::Gate;
 use super::pb;
+use super::state::{ServerState, ServingContext};
 use crate::engine::{Activity, Command, UpdateSender};
-use crate::error::{Error, Result};
+use crate::error::Result;
 use crate::observe::PushGuard;
 
-/// One transaction, whose end is reported to observers: see [`unnoted`].
+/// One transaction, recorded for observers however it ends: see [`unnoted`].
 ///
 /// # Errors
 /// As for [`unnoted`].
 pub(super) async fn transact<R>(
-    gate: &Gate,
+    server: &ServerState,
     peer: String,
     receive: impl FnOnce(Arc<ServingContext>, UpdateSender, PushGuard) -> R,
 ) -> Result<pb::UpdateResponse>
 where
     R: Future<Output = Result<StagedUpdate>>,
 {
-    let noted = gate.observer.journal.push();
-    unnoted(gate, peer, &noted, receive).await.inspect_err(|error| {
+    let noted = server.observer.journal.push();
+    unnoted(server, peer, &noted, receive).await.inspect_err(|error| {
         noted.failed(error);
         tracing::info!("push failed: {error}");
     })
@@ -45,7 +44,7 @@ where
 /// Those of `receive`; `Unavailable` while the server starts or ends; `Aborted` by CancelUpdate; those of the engine,
 /// which has changed nothing then.
 async fn unnoted<R>(
-    gate: &Gate,
+    server: &ServerState,
     peer: String,
     noted: &PushGuard,
     receive: impl FnOnce(Arc<ServingContext>, UpdateSender, PushGuard) -> R,
@@ -54,21 +53,21 @@ where
     R: Future<Output = Result<StagedUpdate>>,
 {
     let started = Instant::now();
-    let (context, _running) = gate.admit()?;
+    let (context, _in_flight) = server.admit()?;
     let (ended, mut cancelled) = reply_channel();
     let cancel = CancelOnDrop::new(&context.engine);
     let sender = UpdateSender { peer, cancel: cancel.flag.clone(), activity: Activity::start(), ended };
     let staged = tokio::select! {
         staged = receive(context.clone(), sender, noted.clone()) => staged?,
         Ok(error) = &mut cancelled => return Err(error),
-        () = gate.ending() => return Err(Error::Unavailable("the server is shutting down".into())),
+        error = server.ending() => return Err(error),
     };
     let took = started.elapsed();
     let StagedUpdate { id, push, new_version } = staged;
     noted.commits(push.bytes, push.digest);
     let verified = convert::verified(&push, took);
     let commit = |reply| Command::CommitUpdate { update: id, content: push.update, new_version, reply };
-    let reply = match ask_patiently(&context.engine, commit).await? {
+    let reply = match ask_blocking(&context.engine, commit).await? {
         // CancelUpdate came just before the commit.
         Err(error) => return Err(cancelled.try_recv().unwrap_or(error)),
         Ok(reply) => reply,

@@ -11,7 +11,7 @@ use crate::engine::{Activity, Command, EngineHandle, UpdateSender, UpdateTicket}
 use crate::error::{Error, Result};
 use crate::observe::PushGuard;
 use crate::server::calls::{ask, engine_gone, reply_channel};
-use crate::server::context::ServingContext;
+use crate::server::state::ServingContext;
 use crate::server::{convert, pb};
 use crate::types::WeightVersion;
 use crate::weights::{DeclaredPush, ReceivingPush, TensorEntry, Tensors, UpdateHeader, VerifiedPush};
@@ -35,7 +35,7 @@ pub(in crate::server) struct StagedUpdate {
     pub(in crate::server) new_version: Option<WeightVersion>,
 }
 
-/// A message of the stream to the thread.
+/// A message to the thread.
 enum PushMessage {
     Declare(Vec<TensorEntry>),
     Write { tensor: u32, offset: u64, data: Bytes },

@@ -1,21 +1,140 @@
-//! Whether a call may be made, by the token in its headers.
+//! Whether a call may be made, by the token in its headers. No message of this module has text of the token file in it,
+//! because that may be a token.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use axum::http::HeaderMap;
 use axum::http::header::AUTHORIZATION;
+use sha2::{Digest, Sha256};
+use subtle::ConstantTimeEq;
 use tokio::sync::watch;
 
-use super::tokens::{Holder, Tokens};
 use crate::error::{Error, Result};
-use crate::server::role::Role;
 use crate::types::Owner;
 
-/// Checks the tokens of calls, for both doors. Cheap to clone.
+/// Fewest characters of a token: an attacker cannot try all 16 random hexadecimal digits through a network.
+const MIN_TOKEN_CHARS: usize = 16;
+/// Most characters of a token: it travels in a header with every call.
+const MAX_TOKEN_CHARS: usize = 1024;
+/// Most tokens: each call is compared with all of them.
+const MAX_TOKENS: usize = 1024;
+
+/// The permission that a method or a route requires of its callers.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(in crate::server) enum Role {
+    /// No token is needed: liveness, which orchestrators ask without one.
+    Anyone,
+    /// Generate, score, abort your own requests, and read the server's state.
+    Generate,
+    /// Everything: weights, sleep, pause, other clients' requests.
+    Control,
+}
+
+impl Role {
+    /// The role's name in `--auth-token-file` and in the API's description.
+    pub(in crate::server) fn name(self) -> &'static str {
+        match self {
+            Self::Anyone => "anyone",
+            Self::Generate => "generate",
+            Self::Control => "control",
+        }
+    }
+}
+
+/// The tokens of a token file. Each line is `role token`; lines that begin with `#` and blank lines are comments.
+/// Digests are kept instead of the tokens, so that a comparison reveals nothing of a token's length, and a dump of the
+/// memory no token.
+pub(super) struct Tokens(Vec<TokenEntry>);
+
+struct TokenEntry {
+    digest: [u8; 32],
+    role: Role,
+}
+
+impl Tokens {
+    /// Reads the text of a token file.
+    ///
+    /// # Errors
+    /// The number of the first wrong line, and why it is wrong.
+    pub(super) fn parse(text: &[u8]) -> std::result::Result<Self, String> {
+        let text = std::str::from_utf8(text).map_err(|_| "is not text in UTF-8".to_owned())?;
+        let mut entries: Vec<TokenEntry> = Vec::new();
+        let mut lines: Vec<usize> = Vec::new();
+        for (number, line) in (1..).zip(text.trim_start_matches('\u{feff}').lines()) {
+            let line = line.trim();
+            if line.is_empty() || line.starts_with('#') {
+                continue;
+            }
+            let entry = TokenEntry::parse(line).map_err(|why| format!("line {number}: {why}"))?;
+            if let Some(first) = entries.iter().position(|known| known.digest == entry.digest) {
+                return Err(format!("line {number}: has the token of line {}; give each token once", lines[first]));
+            }
+            if entries.len() == MAX_TOKENS {
+                return Err(format!("line {number}: is more than {MAX_TOKENS} tokens"));
+            }
+            entries.push(entry);
+            lines.push(number);
+        }
+        if entries.is_empty() {
+            return Err("has no token; write a line `control TOKEN`".into());
+        }
+        Ok(Self(entries))
+    }
+
+    /// The role and the owner that `token` stands for. The owner is the same for the same token, also after the file
+    /// was read again. The time that this takes depends on the length of `token` and on the number of tokens alone.
+    fn find(&self, token: &[u8]) -> Option<(Role, Owner)> {
+        let digest = digest(token);
+        let mut found = None;
+        for entry in &self.0 {
+            if bool::from(entry.digest.ct_eq(&digest)) {
+                found = Some(entry);
+            }
+        }
+        found.map(|entry| (entry.role, owner(&entry.digest)))
+    }
+}
+
+impl TokenEntry {
+    fn parse(line: &str) -> std::result::Result<Self, String> {
+        let mut words = line.split_ascii_whitespace();
+        let role = match words.next() {
+            Some("generate") => Role::Generate,
+            Some("control") => Role::Control,
+            _ => return Err("does not begin with `generate` or `control`; a line is `role token`".into()),
+        };
+        let token = words.next().ok_or("has a role and no token")?;
+        if words.next().is_some() {
+            return Err("has more than a role and a token; tokens have no spaces".into());
+        }
+        if !(MIN_TOKEN_CHARS..=MAX_TOKEN_CHARS).contains(&token.len()) {
+            return Err(format!(
+                "the token has {} characters; give {MIN_TOKEN_CHARS} to {MAX_TOKEN_CHARS}, such as those of \
+                 `openssl rand -hex 32`",
+                token.chars().count()
+            ));
+        }
+        if !token.bytes().all(|byte| byte.is_ascii_graphic()) {
+            return Err("the token has characters that no header can carry; use letters, digits and -._~+/=".into());
+        }
+        Ok(Self { digest: digest(token.as_bytes()), role })
+    }
+}
+
+fn digest(token: &[u8]) -> [u8; 32] {
+    Sha256::digest(token).into()
+}
+
+fn owner(digest: &[u8; 32]) -> Owner {
+    let (start, _) = digest.split_first_chunk().expect("a digest has more than 8 bytes");
+    Owner(u64::from_be_bytes(*start))
+}
+
+/// Checks the tokens of calls, over gRPC and HTTP. Cheap to clone.
 #[derive(Clone)]
 pub(in crate::server) struct Access {
-    /// The tokens of the token file as it was read last; None without one, when everybody may do everything.
+    /// The tokens of the token file as it was read last; without a file every client may do everything.
     tokens: Option<watch::Receiver<Arc<Tokens>>>,
     warned: Arc<AtomicBool>,
 }
@@ -34,14 +153,16 @@ impl Access {
         Self { tokens, warned: Arc::default() }
     }
 
-    /// Lets a call with these headers in, if it may do what needs `role`. `what` names it in the refusal.
+    /// Checks that a call with these headers may do what needs `role`. `name` names the call in the error.
     ///
     /// # Errors
     /// `Unauthenticated` if there is no token that is known, `PermissionDenied` if its role is another.
-    pub(in crate::server) fn check(&self, headers: &HeaderMap, role: Role, what: &str) -> Result<Caller> {
+    pub(in crate::server) fn check(&self, headers: &HeaderMap, role: Role, name: &str) -> Result<Caller> {
         let Some(tokens) = &self.tokens else {
             if headers.contains_key(AUTHORIZATION) && !self.warned.swap(true, Ordering::Relaxed) {
-                tracing::warn!("a client sends a token: this server checks none, and serves whoever reaches its port");
+                tracing::warn!(
+                    "a client sends a token: this server checks none, and serves every client that reaches its port"
+                );
             }
             return Ok(Caller::default());
         };
@@ -49,15 +170,13 @@ impl Access {
             return Ok(Caller::default());
         }
         let token = bearer(headers)?;
-        let holder = tokens.borrow().find(token);
-        let Some(Holder { role: has, owner }) = holder else {
-            return Err(Error::Unauthenticated("the token is none of this server's".into()));
-        };
+        let known = tokens.borrow().find(token);
+        let (has, owner) = known.ok_or_else(|| Error::Unauthenticated("invalid bearer token".into()))?;
         match (has, role) {
             (Role::Control, _) => Ok(Caller { owner: Some(owner), limited_to: None }),
             (Role::Generate, Role::Generate) => Ok(Caller { owner: Some(owner), limited_to: Some(owner) }),
             _ => Err(Error::PermissionDenied(format!(
-                "{what} needs a token with the role {}; this one has the role {}",
+                "{name} needs a token with the role {}; this one has the role {}",
                 role.name(),
                 has.name()
             ))),
@@ -78,7 +197,7 @@ fn bearer(headers: &HeaderMap) -> Result<&[u8]> {
     }
     let (scheme, token) = value.split_at(value.iter().position(|byte| *byte == b' ').unwrap_or(value.len()));
     if !scheme.eq_ignore_ascii_case(b"bearer") || token.trim_ascii().is_empty() {
-        return Err(refused("the authorization is no bearer token"));
+        return Err(refused("the authorization is not a bearer token"));
     }
     Ok(token.trim_ascii())
 }
@@ -123,14 +242,14 @@ mod tests {
     }
 
     #[test]
-    fn whoever_has_no_token_of_the_file_is_refused_without_an_echo() {
+    fn clients_without_a_token_of_the_file_are_rejected_without_an_echo() {
         let (access, two) = (access(), format!("Bearer {USER}"));
         for values in [
             &[][..],
             &[""],
             &["Bearer"],
             &["Bearer "],
-            &["Bearer token-of-nobody-99"],
+            &["Bearer token-of-no-one-99"],
             &["Basic token-of-a-user-0"],
             &[USER],
             &["Bearer  token-of-a-user-0 more"],
@@ -144,10 +263,55 @@ mod tests {
     }
 
     #[test]
-    fn without_a_token_file_everybody_may_do_everything() {
+    fn without_a_token_file_every_client_may_do_everything() {
         let access = Access::new(None);
         for values in [&[][..], &["Bearer whatever"]] {
             assert_eq!(check(&access, values, Role::Control).expect("open"), Caller::default());
         }
+    }
+
+    const ONE: &str = "0123456789abcdef";
+    const TWO: &str = "fedcba9876543210";
+
+    fn refusal(text: &str) -> String {
+        Tokens::parse(text.as_bytes()).err().expect("refused")
+    }
+
+    #[test]
+    fn tokens_are_found_with_their_roles() {
+        let text = format!("\u{feff}# who may\n\n  generate {ONE}\r\ncontrol\t{TWO}  \n");
+        let tokens = Tokens::parse(text.as_bytes()).unwrap();
+        let (one, two) = (tokens.find(ONE.as_bytes()).unwrap(), tokens.find(TWO.as_bytes()).unwrap());
+        assert_eq!((one.0, two.0), (Role::Generate, Role::Control));
+        assert_ne!(one.1, two.1);
+        for other in ["", "0123456789abcde", "0123456789abcdef0", "0123456789ABCDEF"] {
+            assert!(tokens.find(other.as_bytes()).is_none(), "{other:?}");
+        }
+        let again = Tokens::parse(format!("control {ONE}").as_bytes()).unwrap().find(ONE.as_bytes()).unwrap();
+        assert_eq!(again.1, one.1, "an owner outlives a reload");
+    }
+
+    #[test]
+    fn a_wrong_line_is_named_without_its_text() {
+        for (text, part) in [
+            ("".to_owned(), "has no token"),
+            ("# only this\n".into(), "has no token"),
+            (format!("generate {ONE}\n{TWO}\n"), "line 2: does not begin with `generate` or `control`"),
+            (format!("{TWO} control"), "line 1: does not begin"),
+            ("control".into(), "line 1: has a role and no token"),
+            (format!("control {ONE} {TWO}"), "line 1: has more than a role and a token"),
+            ("control short-token".into(), "line 1: the token has 11 characters; give 16 to 1024"),
+            (format!("control {}", "x".repeat(1025)), "line 1: the token has 1025 characters"),
+            ("control 0123456789abcdef\u{e9}".into(), "line 1: the token has characters that no header"),
+            (format!("control {ONE}\n\ngenerate {ONE}"), "line 3: has the token of line 1"),
+            ((0..1025).map(|i| format!("generate {ONE}{i}\n")).collect(), "line 1025: is more than 1024 tokens"),
+        ] {
+            let said = refusal(&text);
+            assert!(said.contains(part), "{part:?} is missing in {said:?}");
+            for secret in [ONE, TWO, "short-token", "xxxx"] {
+                assert!(!said.contains(secret), "{said:?}");
+            }
+        }
+        assert!(Tokens::parse(b"control \xff\xfe").is_err());
     }
 }

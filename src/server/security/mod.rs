@@ -1,33 +1,29 @@
 //! Who may call what, and through which TLS: tokens and certificates, read from files and read again when they change.
 
 mod access;
-mod dates;
 mod files;
-mod reload;
 mod tls;
-mod tokens;
 
 use std::net::IpAddr;
 use std::path::PathBuf;
 use std::sync::Arc;
 
-pub(super) use access::{Access, Caller};
+pub(super) use access::{Access, Caller, Role};
 pub(super) use tls::{Protocol, Tls};
 
 use tokio::sync::watch;
 
 use crate::error::{Error, Result};
-use files::Named;
-use reload::{Look, Watched};
+use access::Tokens;
+use files::{Named, Reload, Reloaded};
 use tls::{TlsConfigs, read_tls};
-use tokens::Tokens;
 
 /// How the server is protected.
 #[derive(Clone, Debug, Default)]
 pub struct SecurityConfig {
     /// The certificate of the server; without it there is no TLS.
     pub tls: Option<TlsFiles>,
-    /// The file of tokens and their roles; without it everybody may do everything.
+    /// The file of tokens and their roles; without it every client may do everything.
     pub auth_token_file: Option<PathBuf>,
     /// Whether to listen beyond this machine without tokens.
     pub insecure: bool,
@@ -42,7 +38,7 @@ pub struct TlsFiles {
     pub cert: PathBuf,
     /// The certificate's private key.
     pub key: PathBuf,
-    /// Authorities, by one of which every client must have a certificate; None asks for none.
+    /// Authorities, one of which must have issued every client's certificate; None requires no certificate.
     pub client_ca: Option<PathBuf>,
 }
 
@@ -52,50 +48,41 @@ pub(super) struct Security {
     tls: Option<watch::Receiver<Arc<TlsConfigs>>>,
     has_tokens: bool,
     insecure: bool,
-    watched: Vec<Box<dyn Look>>,
+    /// The files that are read again when they change.
+    reloaded: Vec<Box<dyn Reload>>,
 }
 
 impl Security {
     /// Reads the files.
     ///
     /// # Errors
-    /// `Config` with the file and what is wrong with it.
+    /// `Config` with the file and the reason.
     pub(super) fn load(config: &SecurityConfig) -> Result<Self> {
-        let mut watched: Vec<Box<dyn Look>> = Vec::new();
-        let tls = match &config.tls {
-            Some(TlsFiles { cert, key, client_ca }) => {
-                let mut files = vec![Named::new("--tls-cert", cert), Named::new("--tls-key", key)];
-                files.extend(client_ca.iter().map(|path| Named::new("--tls-client-ca", path)));
-                let configs = Watched::new("the certificates are", files, read_tls)?;
-                let current = configs.subscribe();
-                watched.push(Box::new(configs));
-                Some(current)
-            }
-            None => None,
-        };
-        let tokens = match &config.auth_token_file {
-            Some(path) => {
-                let file = Named::new("--auth-token-file", path);
-                let tokens = Watched::new("the tokens are", vec![file], read_tokens)?;
-                let current = tokens.subscribe();
-                watched.push(Box::new(tokens));
-                Some(current)
-            }
-            None => None,
-        };
+        let mut reloaded: Vec<Box<dyn Reload>> = Vec::new();
+        let tls = config.tls.as_ref().map(|TlsFiles { cert, key, client_ca }| {
+            let mut files = vec![Named::new("--tls-cert", cert), Named::new("--tls-key", key)];
+            files.extend(client_ca.iter().map(|path| Named::new("--tls-client-ca", path)));
+            add(&mut reloaded, "the certificates are", files, read_tls)
+        });
+        let tls = tls.transpose()?;
+        let tokens = config
+            .auth_token_file
+            .as_ref()
+            .map(|path| add(&mut reloaded, "the tokens are", vec![Named::new("--auth-token-file", path)], read_tokens));
+        let tokens = tokens.transpose()?;
         let has_tokens = tokens.is_some();
-        Ok(Self { access: Access::new(tokens), tls, has_tokens, insecure: config.insecure, watched })
+        Ok(Self { access: Access::new(tokens), tls, has_tokens, insecure: config.insecure, reloaded })
     }
 
-    /// The TLS of the door that speaks `protocol`; None without a certificate.
+    /// The TLS of the port that speaks `protocol`; None without a certificate.
     pub(super) fn tls(&self, protocol: Protocol) -> Option<Tls> {
         self.tls.clone().map(|configs| Tls::new(configs, protocol))
     }
 
-    /// Checks that the server may listen on an address, which `host` has given.
+    /// Checks that the server may listen on an address, which the flag `host` has given.
     ///
     /// # Errors
-    /// `Config` if other machines can reach it and nobody is asked for a token.
+    /// `Config` if other machines can reach it and no token is required.
     pub(super) fn check_address(&self, host: &str, address: IpAddr) -> Result<()> {
         if address.to_canonical().is_loopback() {
             return Ok(());
@@ -107,32 +94,38 @@ impl Security {
             return Ok(());
         }
         if self.insecure {
-            tracing::warn!("--insecure with --host {host}: whoever reaches the server can use and change the model");
+            tracing::warn!("--insecure with --host {host}: every client that reaches it can use and change the model");
             return Ok(());
         }
         Err(Error::Config(format!(
-            "--host {host} can be reached from other machines, and whoever reaches the server could use and change the \
-             model: give --auth-token-file, or --host 127.0.0.1, or say --insecure if that is meant (docs/security.md)"
+            "--host {host} can be reached from other machines, and every client there could use and change the model: \
+             give --auth-token-file, or --host 127.0.0.1, or say --insecure if that is meant (docs/security.md)"
         )))
     }
 
-    pub(super) fn take_secrets(&mut self) -> Secrets {
-        Secrets(std::mem::take(&mut self.watched))
+    /// Reads the files again as they change, for as long as the returned future is polled.
+    pub(super) fn keep_current(&mut self) -> impl Future<Output = ()> + Send + use<> {
+        let reloaded = std::mem::take(&mut self.reloaded);
+        async move {
+            if !reloaded.is_empty() {
+                let Err(error) = files::watch(reloaded).await;
+                tracing::error!("changes of tokens and certificates are not noticed any more: {error}");
+            }
+        }
     }
 }
 
-/// The files that are read again when they change.
-pub(super) struct Secrets(Vec<Box<dyn Look>>);
-
-impl Secrets {
-    /// Reads files again as they change, for as long as the future is polled.
-    pub(super) async fn keep_current(self) {
-        if self.0.is_empty() {
-            return;
-        }
-        let Err(error) = reload::watch(self.0).await;
-        tracing::error!("changes of tokens and certificates are not noticed any more: {error}");
-    }
+/// Loads a value from `files`, and adds it to those that are loaded again.
+fn add<T: Send + Sync + 'static>(
+    all: &mut Vec<Box<dyn Reload>>,
+    name: &'static str,
+    files: Vec<Named>,
+    load: fn(&[Named]) -> Result<T>,
+) -> Result<watch::Receiver<Arc<T>>> {
+    let value = Reloaded::new(name, files, load)?;
+    let current = value.subscribe();
+    all.push(Box::new(value));
+    Ok(current)
 }
 
 fn read_tokens(files: &[Named]) -> Result<Tokens> {

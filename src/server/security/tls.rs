@@ -1,4 +1,4 @@
-//! Certificates and keys, made into what a TLS connection begins with.
+//! Certificates and keys, made into configurations of TLS.
 
 use std::sync::Arc;
 use std::time::{SystemTime, UNIX_EPOCH};
@@ -10,25 +10,25 @@ use rustls::server::{NoServerSessionStorage, WebPkiClientVerifier};
 use rustls::{RootCertStore, ServerConfig};
 use tokio::sync::watch;
 use tokio_rustls::TlsAcceptor;
+use x509_parser::prelude::{FromDer as _, X509Certificate};
 
-use super::dates::validity;
 use super::files::Named;
 use crate::error::{Error, Result};
 
-/// The TLS of both doors, which differ in the protocol that they agree on.
+/// The TLS of both ports, which differ in the protocol that they agree on.
 pub(super) struct TlsConfigs {
     http2: Arc<ServerConfig>,
     http1: Arc<ServerConfig>,
 }
 
-/// What a door speaks inside TLS.
+/// The protocol inside TLS.
 #[derive(Clone, Copy, Debug)]
 pub(in crate::server) enum Protocol {
     Http2,
     Http1,
 }
 
-/// The TLS of one door, with the certificates as they were read last. Cheap to clone.
+/// The TLS of one port, with the certificates as they were read last. Cheap to clone.
 #[derive(Clone)]
 pub(in crate::server) struct Tls {
     configs: watch::Receiver<Arc<TlsConfigs>>,
@@ -40,7 +40,7 @@ impl Tls {
         Self { configs, protocol }
     }
 
-    /// What a new connection begins with.
+    /// Does the handshake of a new connection.
     pub(in crate::server) fn acceptor(&self) -> TlsAcceptor {
         let configs = self.configs.borrow();
         match self.protocol {
@@ -53,7 +53,7 @@ impl Tls {
 /// Reads certificate and key and, if there is a third file, the authorities of clients' certificates.
 ///
 /// # Errors
-/// `Config` with the file and what is wrong with it.
+/// `Config` with the file and the reason.
 pub(super) fn read_tls(files: &[Named]) -> Result<TlsConfigs> {
     let [cert_file, key_file, client_ca @ ..] = files else { unreachable!("there are a certificate and a key") };
     let chain = certificates(cert_file)?;
@@ -112,8 +112,15 @@ fn certificates(file: &Named) -> Result<Vec<CertificateDer<'static>>> {
     Ok(found)
 }
 
-/// Warns of a certificate that clients will refuse because of its dates. It is served all the same: the clock may be
-/// wrong, and the next certificate come while the server runs.
+/// The first and the last second in which a certificate is valid, since 1970; None if it cannot be read.
+fn validity(certificate: &[u8]) -> Option<(i64, i64)> {
+    let (_, certificate) = X509Certificate::from_der(certificate).ok()?;
+    let validity = certificate.validity();
+    Some((validity.not_before.timestamp(), validity.not_after.timestamp()))
+}
+
+/// Warns of a certificate that clients will reject because of its dates. It is served all the same: the clock may be
+/// wrong, and the next certificate may be put in place while the server runs.
 fn warn_if_not_valid(file: &Named, certificate: &CertificateDer<'_>) {
     let now = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |since| since.as_secs() as i64);
     let (flag, path) = (file.flag, file.path.display());
@@ -131,7 +138,7 @@ fn warn_if_not_valid(file: &Named, certificate: &CertificateDer<'_>) {
     }
 }
 
-/// A time in seconds, for people.
+/// A time in seconds, for the log.
 fn span(seconds: i64) -> String {
     match seconds {
         0..7_200 => format!("{} minutes", seconds / 60),
@@ -192,5 +199,16 @@ mod tests {
     #[test]
     fn spans_are_for_people() {
         assert_eq!([90, 7_200, 86_400 * 3].map(span), ["1 minutes", "2 hours", "3 days"]);
+    }
+
+    #[test]
+    fn a_certificate_says_when_it_is_valid() {
+        let key = KeyPair::generate().unwrap();
+        let mut params = CertificateParams::new(vec!["localhost".into()]).unwrap();
+        params.not_before = rcgen::date_time_ymd(2001, 2, 3);
+        params.not_after = rcgen::date_time_ymd(2055, 6, 7);
+        let certificate = params.self_signed(&key).unwrap();
+        assert_eq!(validity(certificate.der()), Some((981_158_400, 2_695_939_200)));
+        assert_eq!(validity(&certificate.der()[..100]), None);
     }
 }

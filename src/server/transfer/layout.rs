@@ -1,5 +1,5 @@
-//! In which broadcasts a trainer sends tensors, and which bytes of them are which tensor's. Both sides compute it from
-//! the names, types and shapes, because nothing in the bytes says it.
+//! The broadcasts in which a trainer sends tensors, and the bytes of each tensor in them. Both sides compute them from
+//! the names, types and shapes, because the bytes themselves do not say it.
 
 use bytes::Bytes;
 use rollout_kernels::Broadcast;
@@ -8,7 +8,7 @@ use crate::error::{Error, Result};
 use crate::server::pb;
 use crate::weights::{BROADCAST_BUFFER_BYTES, Dtype, TensorEntry};
 
-/// How a trainer puts tensors together. Members that a push leaves out have their values from the group's beginning.
+/// How a trainer packs tensors. A push that leaves a field out has that of its group's beginning.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(in crate::server) struct Packing {
     /// Whether it broadcasts several tensors at once, as bytes, or each by itself.
@@ -18,7 +18,7 @@ pub(in crate::server) struct Packing {
 }
 
 impl Packing {
-    /// This, where it says something, and `before` where it does not.
+    /// These fields, and those of `before` where they are not set.
     pub(super) fn or(self, before: Self) -> Self {
         Self { packed: self.packed.or(before.packed), buffer_bytes: self.buffer_bytes.or(before.buffer_bytes) }
     }
@@ -36,7 +36,7 @@ impl Packing {
 
 /// Tensors that a trainer is about to broadcast, in this order.
 #[derive(Clone, Debug)]
-pub(in crate::server) struct Announced {
+pub(in crate::server) struct BroadcastTensors {
     /// None for the tensors of the last time.
     pub(in crate::server) tensors: Vec<TensorEntry>,
     pub(in crate::server) packing: Packing,
@@ -78,13 +78,13 @@ fn pack(single: &[Broadcast], packing: Packing) -> Result<Vec<Broadcast>> {
     Ok(packed)
 }
 
-/// Tells the tensors apart in the bytes that come.
+/// Splits the received bytes into tensors.
 pub(super) struct Cursor {
-    /// Number of the tensor that comes, among those of the whole push.
+    /// Number of the current tensor, among those of the whole push.
     tensor: u32,
-    /// Bytes of the tensor that came.
+    /// Received bytes of the tensor.
     offset: u64,
-    /// Bytes of the tensors, from the one that comes on.
+    /// Bytes of the tensors, from the current one on.
     sizes: std::vec::IntoIter<u64>,
     size: u64,
 }

@@ -1,10 +1,10 @@
 //! Pushes of a trainer that broadcasts its weights to the devices, as vLLM's weight transfer engine takes them: the
 //! trainer makes a group with all ranks, and then drives each push by several calls, which are one transaction here.
 //!
-//! One task has the group and the push that is open; the calls are its orders, which it carries out one after the
-//! other. Whatever goes wrong, nothing of the push has happened. The trainer does not see errors while it broadcasts,
-//! and what it broadcasts comes in turn: so a push that is refused is received to its end all the same, and where that
-//! is not possible the group is left, so that the next push never gets the bytes of this one.
+//! One task has the group and the open push; the calls are commands to it, which it executes in order. A push that
+//! fails changes nothing. The trainer does not see errors while it broadcasts, and its broadcasts come in order: so a
+//! rejected push is received to its end all the same, and where that is not possible the session leaves the group, so
+//! that the next push never gets the bytes of this one.
 
 mod layout;
 mod session;
@@ -16,53 +16,53 @@ use tokio::runtime::Handle;
 use tokio::sync::{mpsc, oneshot};
 
 use super::calls::engine_gone;
-use super::gate::Gate;
+use super::state::ServerState;
 use crate::comm::{RankRange, Rendezvous};
 use crate::error::Result;
 use crate::types::WeightVersion;
-use session::Link;
+use session::TransferSession;
 
-pub(super) use layout::{Announced, Packing, dtype};
+pub(super) use layout::{BroadcastTensors, Packing, dtype};
 
-/// Orders that wait for those before them.
+/// Commands that wait for those before them.
 const QUEUE: usize = 4;
 
-/// An order of a trainer.
-enum Order {
-    /// Make a group with these, in place of the one there may be.
+/// A trainer's command.
+pub(super) enum TransferCommand {
+    /// Make a group with these, in place of the one there may be. Done when all its ranks have joined.
     Join(Rendezvous, RankRange, Packing),
-    /// Leave the group.
+    /// Leave the group, if there is one, and drop the open push.
     Leave,
     /// Begin a push of the trainer with this address.
     Begin(String),
     /// Receive some tensors of the push, from the group with this number.
-    Receive(u64, Announced),
-    /// Leave the group with this number, because a call to receive was refused for this reason, and nobody knows what
-    /// is broadcast.
-    Lose(u64, String),
+    Receive(u64, BroadcastTensors),
+    /// Leave the group with this number, because a call to receive was rejected for this reason, so that the broadcast
+    /// tensors are unknown.
+    Abandon(u64, String),
     /// Verify the push, and let the policy have this version; the next one if none is given.
     Finish(Option<WeightVersion>),
 }
 
-/// An order, and who waits for it.
-type Call = (Order, Waiter);
+/// A command, and the reply to it.
+type Call = (TransferCommand, TransferReply);
 
-/// Who waits for an order to be carried out.
-struct Waiter(oneshot::Sender<Result<()>>);
+/// Answers the caller of a command.
+struct TransferReply(oneshot::Sender<Result<()>>);
 
-impl Waiter {
-    fn answer(self, result: Result<()>) {
+impl TransferReply {
+    fn send(self, result: Result<()>) {
         // Fails if the caller is gone.
         let _ = self.0.send(result);
     }
 
-    /// Returns once nobody waits any more.
-    async fn gone(&mut self) {
+    /// Returns once the caller is gone.
+    async fn closed(&mut self) {
         self.0.closed().await;
     }
 }
 
-/// The way to the task that carries out a trainer's orders. It ends when all of these are gone.
+/// Sends commands to the task of the transfer session, which ends when all of these are gone.
 #[derive(Clone)]
 pub(super) struct Transfers {
     calls: mpsc::Sender<Call>,
@@ -85,97 +85,70 @@ impl Groups {
 
 impl Transfers {
     /// Starts the task.
-    pub(super) fn start(gate: &Gate) -> Self {
-        let (calls, orders) = mpsc::channel(QUEUE);
+    pub(super) fn start(server: &ServerState) -> Self {
+        let (calls, commands) = mpsc::channel(QUEUE);
         let groups = Groups::default();
-        tokio::spawn(Link::new(gate.clone(), orders, groups.clone()).run());
+        tokio::spawn(TransferSession::new(server.clone(), commands, groups.clone()).run());
         Self { calls, groups }
     }
 
-    /// Makes a group with a trainer; waits until all its ranks have joined. A group that there was is left.
+    /// Sends a command, and waits until it is executed.
     ///
     /// # Errors
-    /// As for [`Trainers::join`](crate::comm::Trainers::join).
-    pub(super) async fn join(&self, meeting: Rendezvous, places: RankRange, packing: Packing) -> Result<()> {
-        self.order(Order::Join(meeting, places, packing)).await
-    }
-
-    /// Leaves the group, if there is one, and drops the push that is open.
-    ///
-    /// # Errors
-    /// `Unavailable` if the server ends.
-    pub(super) async fn leave(&self) -> Result<()> {
-        self.order(Order::Leave).await
-    }
-
-    /// Begins a push of the trainer with the address `peer`.
-    ///
-    /// # Errors
-    /// `FailedPrecondition` without a group, or if a push of the trainer is open; those of the engine.
-    pub(super) async fn begin(&self, peer: String) -> Result<()> {
-        self.order(Order::Begin(peer)).await
-    }
-
-    /// Takes note of a call that announces tensors, before it is read: the trainer broadcasts them beside it, whether
-    /// it is understood or not.
-    pub(super) fn announcement(&self) -> Announcement {
-        Announcement { transfers: Some(self.clone()), group: self.groups.last(), runtime: Handle::current() }
-    }
-
-    /// Ends the push that is open: the engine applies it, or refuses it as a whole.
-    ///
-    /// # Errors
-    /// `FailedPrecondition` without a push; what is wrong with it.
-    pub(super) async fn finish(&self, version: Option<WeightVersion>) -> Result<()> {
-        self.order(Order::Finish(version)).await
-    }
-
-    async fn order(&self, order: Order) -> Result<()> {
-        let (waiter, answer) = oneshot::channel();
-        self.calls.send((order, Waiter(waiter))).await.map_err(|_| engine_gone())?;
+    /// Those of the command; `FailedPrecondition` if it needs a group or a push that there is not; `Unavailable` if the
+    /// server ends.
+    pub(super) async fn execute(&self, command: TransferCommand) -> Result<()> {
+        let (reply, answer) = oneshot::channel();
+        self.calls.send((command, TransferReply(reply))).await.map_err(|_| engine_gone())?;
         answer.await.map_err(|_| engine_gone())?
+    }
+
+    /// Registers a call that announces tensors before its body is read, because the trainer broadcasts them at the same
+    /// time, whether the body is valid or not.
+    pub(super) fn update_call(&self) -> UpdateCall {
+        UpdateCall { transfers: Some(self.clone()), group: self.groups.last(), runtime: Handle::current() }
     }
 }
 
-/// A call that announces tensors. If it is dropped before its order was carried out, because its connection broke, the
-/// group that there was when it came is left.
-pub(super) struct Announcement {
-    /// None once its order was carried out.
+/// A call that announces tensors. If it is dropped before its command is executed, because its connection broke, the
+/// session leaves the group that there was when the call came.
+pub(super) struct UpdateCall {
+    /// None once its command was executed.
     transfers: Option<Transfers>,
-    /// Number of the group that broadcasts them.
+    /// Number of the group that broadcasts the tensors.
     group: u64,
     runtime: Handle,
 }
 
-impl Announcement {
-    /// Receives these tensors, of the push that is open.
+impl UpdateCall {
+    /// Receives these tensors of the open push.
     ///
     /// # Errors
-    /// `FailedPrecondition` without a push; what is wrong with the tensors, which ends the push.
-    pub(super) async fn receive(mut self, tensors: Announced) -> Result<()> {
-        self.order(Order::Receive(self.group, tensors)).await
+    /// `FailedPrecondition` without a push; `InvalidArgument` for wrong tensors, which end the push.
+    pub(super) async fn receive(mut self, tensors: BroadcastTensors) -> Result<()> {
+        self.execute(TransferCommand::Receive(self.group, tensors)).await
     }
 
-    /// Leaves the group and drops the push that is open, because the call was refused for the reason `why`.
+    /// Leaves the group and drops the open push, because the call was rejected for the reason `why`.
     ///
     /// # Errors
     /// `Unavailable` if the server ends.
-    pub(super) async fn refuse(mut self, why: &str) -> Result<()> {
-        self.order(Order::Lose(self.group, why.into())).await
+    pub(super) async fn abandon(mut self, why: &str) -> Result<()> {
+        self.execute(TransferCommand::Abandon(self.group, why.into())).await
     }
 
-    async fn order(&mut self, order: Order) -> Result<()> {
-        let result = self.transfers.as_ref().expect("it gives one order").order(order).await;
+    async fn execute(&mut self, command: TransferCommand) -> Result<()> {
+        let result = self.transfers.as_ref().expect("it has one command").execute(command).await;
         self.transfers = None;
         result
     }
 }
 
-impl Drop for Announcement {
+impl Drop for UpdateCall {
     fn drop(&mut self) {
         if let Some(transfers) = self.transfers.take() {
-            let lose = Order::Lose(self.group, "its connection broke".into());
-            self.runtime.spawn(async move { transfers.order(lose).await });
+            let abandon = TransferCommand::Abandon(self.group, "its connection broke".into());
+            self.runtime.spawn(async move { transfers.execute(abandon).await });
         }
     }
 }

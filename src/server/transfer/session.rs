@@ -8,15 +8,14 @@ use tokio::sync::mpsc;
 use tokio::task::spawn_blocking;
 use tokio::time::timeout;
 
-use super::layout::{Announced, Cursor, Packing, broadcasts};
-use super::{Call, Groups, Order, Waiter};
+use super::layout::{BroadcastTensors, Cursor, Packing, broadcasts};
+use super::{Call, Groups, TransferCommand, TransferReply};
 use crate::comm::{ByteSink, TrainerGroup, TrainerTimeout};
-use crate::engine::UpdateSender;
+use crate::engine::{RunningPolicy, UpdateSender};
 use crate::error::{Error, Result};
 use crate::observe::PushGuard;
-use crate::server::context::ServingContext;
-use crate::server::gate::Gate;
 use crate::server::pushes::{PushThread, StagedUpdate, transact};
+use crate::server::state::{ServerState, ServingContext};
 use crate::weights::{Source, TensorEntry, TransitBytes, UpdateHeader, UpdateKind, largest_broadcast, most_announced};
 
 /// Pieces of what is broadcast that wait for those before them.
@@ -25,7 +24,7 @@ const PIECES: usize = 2;
 const PIECES_BYTES: u64 = 32 << 20;
 
 /// A trainer's group.
-struct Joined {
+struct JoinedGroup {
     group: Arc<TrainerGroup>,
     packing: Packing,
     /// The tensors that the last push received last, for one that names none. They were verified, so that the model
@@ -34,14 +33,14 @@ struct Joined {
 }
 
 /// The task's state.
-pub(super) struct Link {
-    gate: Gate,
+pub(super) struct TransferSession {
+    server: ServerState,
     calls: mpsc::Receiver<Call>,
     groups: Groups,
-    joined: Option<Joined>,
+    joined: Option<JoinedGroup>,
     /// Whether something is received that the trainer may not have broadcast to its end.
     is_receiving: bool,
-    /// An order that has ended a push, and is still to be carried out.
+    /// A command that has ended a push, and is still to be executed.
     next: Option<Call>,
 }
 
@@ -54,67 +53,68 @@ impl Drop for EndOnDrop {
     }
 }
 
-impl Link {
-    pub(super) fn new(gate: Gate, calls: mpsc::Receiver<Call>, groups: Groups) -> Self {
-        Self { gate, calls, groups, joined: None, is_receiving: false, next: None }
+impl TransferSession {
+    pub(super) fn new(server: ServerState, calls: mpsc::Receiver<Call>, groups: Groups) -> Self {
+        Self { server, calls, groups, joined: None, is_receiving: false, next: None }
     }
 
-    /// Carries out orders until nobody can give any.
+    /// Executes commands until no sender is left.
     pub(super) async fn run(mut self) {
         loop {
             let call = match self.next.take() {
                 None => self.calls.recv().await,
                 next => next,
             };
-            let Some((order, mut waiter)) = call else { break };
-            match order {
-                order if self.is_late(&order) => waiter.answer(Err(no_update())),
-                Order::Join(meeting, places, packing) => {
+            let Some((command, mut reply)) = call else { break };
+            match command {
+                command if self.is_late(&command) => reply.send(Err(no_update())),
+                TransferCommand::Join(meeting, places, packing) => {
                     self.leave().await;
                     let join = move |context: &ServingContext, timeout: &TrainerTimeout| {
                         context.trainers.join(&meeting, places, timeout)
                     };
-                    let result = self.join(join, packing, &mut waiter).await;
-                    waiter.answer(result);
+                    let result = self.join(join, packing, &mut reply).await;
+                    reply.send(result);
                 }
-                Order::Leave | Order::Lose(..) => {
+                TransferCommand::Leave | TransferCommand::Abandon(..) => {
                     self.leave().await;
-                    waiter.answer(Ok(()));
+                    reply.send(Ok(()));
                 }
-                Order::Begin(peer) => self.push(peer, waiter).await,
-                Order::Receive(..) => {
-                    // Nobody will receive what the trainer broadcasts now.
+                TransferCommand::Begin(peer) => self.push(peer, reply).await,
+                TransferCommand::Receive(..) => {
+                    // The tensors that the trainer broadcasts now are not received.
                     self.leave().await;
-                    waiter.answer(Err(no_update()));
+                    reply.send(Err(no_update()));
                 }
-                Order::Finish(_) => waiter.answer(Err(no_update())),
+                TransferCommand::Finish(_) => reply.send(Err(no_update())),
             }
         }
         self.leave().await;
     }
 
-    /// Whether an order is of a call that came before the group was made: its trainer has left.
-    fn is_late(&self, order: &Order) -> bool {
-        matches!(order, Order::Receive(group, _) | Order::Lose(group, _) if *group != self.groups.last())
+    /// Whether a command is of a call that came before the group was made: its trainer has left.
+    fn is_late(&self, command: &TransferCommand) -> bool {
+        use TransferCommand::{Abandon, Receive};
+        matches!(command, Receive(group, _) | Abandon(group, _) if *group != self.groups.last())
     }
 
     async fn join(
         &mut self,
         join: impl FnOnce(&ServingContext, &TrainerTimeout) -> Result<TrainerGroup> + Send + 'static,
         packing: Packing,
-        waiter: &mut Waiter,
+        reply: &mut TransferReply,
     ) -> Result<()> {
-        let (context, _running) = self.gate.admit()?;
+        let (context, _in_flight) = self.server.admit()?;
         let timeout = TrainerTimeout::new(context.update_idle);
         let _end = EndOnDrop(timeout.clone());
         let joining = spawn_blocking(move || join(&context, &timeout));
         let group = tokio::select! {
             group = joining => group.map_err(|e| Error::Internal(format!("joining a trainer failed: {e}")))??,
-            () = waiter.gone() => return Err(Error::Aborted("the trainer is gone".into())),
-            () = self.gate.ending() => return Err(Error::Unavailable("the server is shutting down".into())),
+            () = reply.closed() => return Err(Error::Aborted("the trainer is gone".into())),
+            error = self.server.ending() => return Err(error),
         };
         self.groups.add();
-        self.joined = Some(Joined { group: Arc::new(group), packing, last: Vec::new() });
+        self.joined = Some(JoinedGroup { group: Arc::new(group), packing, last: Vec::new() });
         Ok(())
     }
 
@@ -125,31 +125,31 @@ impl Link {
         }
     }
 
-    /// One push of `peer`, from the order to begin it to the order that ends it.
-    async fn push(&mut self, peer: String, waiter: Waiter) {
+    /// One push of `peer`, from the command that begins it to the one that ends it.
+    async fn push(&mut self, peer: String, reply: TransferReply) {
         if self.joined.is_none() {
-            return waiter.answer(Err(no_group()));
+            return reply.send(Err(no_group()));
         }
-        let (gate, mut waiter) = (self.gate.clone(), Some(waiter));
-        let (link, slot) = (&mut *self, &mut waiter);
-        let receive = |context, sender, noted| async move { link.receive_push(context, sender, noted, slot).await };
-        let result = transact(&gate, peer, receive).await;
-        // It has ended in the middle of receiving, or between two calls: nobody receives what is broadcast from now on.
-        if std::mem::take(&mut self.is_receiving) || waiter.is_none() {
+        let (server, mut reply) = (self.server.clone(), Some(reply));
+        let (session, slot) = (&mut *self, &mut reply);
+        let receive = |context, sender, noted| async move { session.receive_push(context, sender, noted, slot).await };
+        let result = transact(&server, peer, receive).await;
+        // It has ended in the middle of receiving, or between two calls: no later broadcast of it is received.
+        if std::mem::take(&mut self.is_receiving) || reply.is_none() {
             self.leave().await;
         }
-        if let Some(waiter) = waiter {
-            waiter.answer(result.map(drop));
+        if let Some(reply) = reply {
+            reply.send(result.map(drop));
         }
     }
 
-    /// Receives a push up to its commit. `waiter` waits for what is done at the moment.
+    /// Receives a push up to its commit. `reply` is that of the command in progress.
     async fn receive_push(
         &mut self,
         context: Arc<ServingContext>,
         sender: UpdateSender,
         noted: PushGuard,
-        waiter: &mut Option<Waiter>,
+        reply: &mut Option<TransferReply>,
     ) -> Result<StagedUpdate> {
         let activity = sender.activity.clone();
         let packing = self.joined.as_ref().ok_or_else(no_group)?.packing;
@@ -157,71 +157,71 @@ impl Link {
         let mut push = PushThread::open(&context, header, Vec::new(), sender, noted).await?;
         let (mut declared, mut last) = (0, Vec::new());
         loop {
-            if let Some(waiter) = waiter.take() {
-                waiter.answer(Ok(()));
+            if let Some(reply) = reply.take() {
+                reply.send(Ok(()));
             }
             activity.touch();
             let call = timeout(context.update_idle, self.calls.recv()).await.map_err(|_| silent(&context))?;
-            let (order, caller) = call.ok_or_else(|| Error::Unavailable("the server is shutting down".into()))?;
-            match order {
-                order if self.is_late(&order) => caller.answer(Err(no_update())),
-                Order::Receive(_, announced) => {
-                    let waiter = waiter.insert(caller);
-                    last = self.receive(&context, &mut push, declared, announced, waiter).await?;
+            let (command, caller) = call.ok_or_else(|| Error::Unavailable("the server is shutting down".into()))?;
+            match command {
+                command if self.is_late(&command) => caller.send(Err(no_update())),
+                TransferCommand::Receive(_, announced) => {
+                    let reply = reply.insert(caller);
+                    last = self.receive(&context, &mut push, declared, announced, reply).await?;
                     declared += last.len();
                 }
-                Order::Finish(version) => {
-                    *waiter = Some(caller);
+                TransferCommand::Finish(version) => {
+                    *reply = Some(caller);
                     let staged = push.finish().await?;
                     if let Some(joined) = &mut self.joined {
                         joined.last = last;
                     }
                     return Ok(StagedUpdate { new_version: version, ..staged });
                 }
-                Order::Begin(_) => {
+                TransferCommand::Begin(_) => {
                     let why = "a weight update is under way; POST /finish_weight_update first";
-                    caller.answer(Err(Error::FailedPrecondition(why.into())));
+                    caller.send(Err(Error::FailedPrecondition(why.into())));
                 }
-                order @ (Order::Join(..) | Order::Leave) => {
-                    self.next = Some((order, caller));
+                command @ (TransferCommand::Join(..) | TransferCommand::Leave) => {
+                    self.next = Some((command, caller));
                     return Err(Error::Aborted("the trainer has left, or another has come".into()));
                 }
-                Order::Lose(group, why) => {
+                TransferCommand::Abandon(group, why) => {
                     let error = Error::Aborted(format!("/update_weights was refused: {why}"));
-                    self.next = Some((Order::Lose(group, why), caller));
+                    self.next = Some((TransferCommand::Abandon(group, why), caller));
                     return Err(error);
                 }
             }
         }
     }
 
-    /// Receives tensors of a push, of which `declared` have come, and returns them. Where this ends early, or is
-    /// dropped, the group is left with the push.
+    /// Receives tensors of a push after the first `declared`, and returns them. If this fails or is dropped, the
+    /// session leaves the group and the push ends.
     async fn receive(
         &mut self,
         context: &ServingContext,
         push: &mut PushThread,
         declared: usize,
-        announced: Announced,
-        waiter: &mut Waiter,
+        announced: BroadcastTensors,
+        reply: &mut TransferReply,
     ) -> Result<Vec<TensorEntry>> {
         self.is_receiving = true;
         let joined = self.joined.as_ref().ok_or_else(no_group)?;
-        let received = receive(context, push, declared, announced, joined, waiter).await?;
+        let received = receive(context, push, declared, announced, joined, reply).await?;
         self.is_receiving = false;
         received
     }
 }
 
-/// Receives tensors of a push, of which `declared` have come. The inner result is that of the push; the outer one is an
+/// Receives tensors of a push after the first `declared`. The inner result is that of the push; the outer one is an
 /// error if the trainer may still broadcast something of it.
 async fn receive(
     context: &ServingContext,
     push: &mut PushThread,
     declared: usize,
-    announced: Announced,
-    joined: &Joined,
-    waiter: &mut Waiter,
+    announced: BroadcastTensors,
+    joined: &JoinedGroup,
+    reply: &mut TransferReply,
 ) -> Result<Result<Vec<TensorEntry>>> {
     let tensors = if announced.tensors.is_empty() { joined.last.clone() } else { announced.tensors };
     if tensors.is_empty() {
@@ -249,7 +249,7 @@ async fn receive(
     };
     tokio::select! {
         received = received => received?,
-        () = waiter.gone() => return Err(Error::Aborted("the trainer is gone".into())),
+        () = reply.closed() => return Err(Error::Aborted("the trainer is gone".into())),
     }
     Ok(refused.map(|()| tensors))
 }
@@ -298,5 +298,5 @@ fn no_group() -> Error {
 
 fn silent(context: &ServingContext) -> Error {
     let seconds = context.update_idle.as_secs_f64();
-    Error::Aborted(format!("the trainer has ordered nothing for {seconds:.1} s (--update-idle-seconds)"))
+    Error::Aborted(format!("the trainer has sent no command for {seconds:.1} s (--update-idle-seconds)"))
 }

@@ -442,7 +442,7 @@ fn a_trainer_that_stands_still_is_given_up() {
     // It begins a push and is silent then. What it has broadcast meanwhile is not the next push's.
     let trainer = Trainer::join(http, 1, Some(BUFFER));
     http.done("/start_weight_update", &empty());
-    until(|| server.log().contains("the trainer has ordered nothing"));
+    until(|| server.log().contains("the trainer has sent no command"));
     assert!(http.refused("/start_weight_update", &empty(), 409).contains("/init_weight_transfer_engine"));
     drop(trainer);
     Trainer::join(http, 1, Some(BUFFER)).update(&all, 1, &empty());

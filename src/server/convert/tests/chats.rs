@@ -1,4 +1,4 @@
-//! What becomes of chats before the template sees them.
+//! Chats as the template gets them.
 
 use serde_json::{Value, json};
 
@@ -110,9 +110,9 @@ fn what_is_wrong_is_named() {
     let text = json!({ "type": "text", "text": "a" });
     let call = |call: Value| json!([{ "role": "assistant", "tool_calls": [call] }]);
     for (messages, field, says) in [
-        (json!("Hi"), "", "is no list"),
+        (json!("Hi"), "", "is not a list"),
         (json!([]), "", "is empty"),
-        (json!(["Hi"]), "[0]", "is no object"),
+        (json!(["Hi"]), "[0]", "is not an object"),
         (json!([{ "content": "x" }]), "[0].role", "is not given"),
         (json!([{ "role": "", "content": "x" }]), "[0].role", "is not given"),
         (json!([{ "role": 3, "content": "x" }]), "[0].role", "is not given"),
@@ -124,13 +124,13 @@ fn what_is_wrong_is_named() {
             "image_url: this model takes text",
         ),
         (json!([{ "role": "user", "content": [{ "type": 5 }] }]), "[0].content[0].type", "this model takes text"),
-        (json!([{ "role": "user", "content": [{ "type": "text" }] }]), "[0].content[0].text", "is no text"),
-        (json!([{ "role": "user", "content": [[]] }]), "[0].content[0]", "is no part"),
+        (json!([{ "role": "user", "content": [{ "type": "text" }] }]), "[0].content[0].text", "is not a text"),
+        (json!([{ "role": "user", "content": [[]] }]), "[0].content[0]", "is not a part"),
         (json!([{ "role": "assistant", "audio": { "id": "a" } }]), "[0].audio", "takes text"),
         (json!([{ "role": "assistant", "function_call": {} }]), "[0].function_call", "tool_calls"),
-        (json!([{ "role": "assistant", "tool_calls": {} }]), "[0].tool_calls", "is no list"),
-        (call(json!("f")), "[0].tool_calls[0]", "is no call"),
-        (call(json!({ "function": { "arguments": "{" } })), "[0].tool_calls[0].function.arguments", "is no JSON"),
+        (json!([{ "role": "assistant", "tool_calls": {} }]), "[0].tool_calls", "is not a list"),
+        (call(json!("f")), "[0].tool_calls[0]", "is not a call"),
+        (call(json!({ "function": { "arguments": "{" } })), "[0].tool_calls[0].function.arguments", "is not JSON"),
     ] {
         let (path, message) = refused(chat(messages.clone()));
         assert_eq!(path, format!("chat.messages_json{field}"), "{messages}");

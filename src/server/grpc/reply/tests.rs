@@ -38,12 +38,12 @@ fn request(top_logprobs: u32, prompt_logprobs: bool) -> ValidRequest {
 
 /// The messages that the first event of a reply becomes, but for the prompt.
 fn messages(request: &ValidRequest, event: Event) -> Vec<Message> {
-    let mut messages = write(&mut ReplyWriter::new(request), event);
+    let mut messages = write(&mut GenerateWriter::new(request), event);
     assert_eq!(messages.remove(0), sent_back());
     messages
 }
 
-fn write(writer: &mut ReplyWriter, event: Event) -> Vec<Message> {
+fn write(writer: &mut GenerateWriter, event: Event) -> Vec<Message> {
     let mut out = VecDeque::new();
     if let Progress::Failed(error) = writer.write(event, &mut out) {
         panic!("{error}");
@@ -90,13 +90,13 @@ fn expected_completion() -> pb::Completion {
 
 #[test]
 fn a_prompt_is_sent_back_once_before_all_else_of_it() {
-    let mut writer = ReplyWriter::new(&request(0, true));
+    let mut writer = GenerateWriter::new(&request(0, true));
     let logprobs = vec![token(11), token(12)];
     let first = write(&mut writer, Event::PromptLogprobs { prompt_index: 0, logprobs, weight_version: 0 });
     assert!(matches!(&first[..], [prompt, Message::PromptLogprobs(_)] if *prompt == sent_back()), "{first:?}");
     let second = write(&mut writer, Event::Completion(completion()));
     assert!(matches!(&second[..], [Message::Completion(_)]), "{second:?}");
-    let first = write(&mut ReplyWriter::new(&request(0, false)), Event::Done(Summary::default()));
+    let first = write(&mut GenerateWriter::new(&request(0, false)), Event::Done(Summary::default()));
     assert!(matches!(&first[..], [Message::Summary(_)]), "{first:?}");
 }
 
@@ -165,7 +165,7 @@ fn prompt_logprobs_start_with_nan() {
 fn the_summary_ends_the_reply() {
     let summary = Summary { prompt_tokens: 3, cached_tokens: 2, completion_tokens: 8, seconds: 0.5 };
     let mut out = VecDeque::new();
-    let progress = ReplyWriter::new(&request(0, false)).write(Event::Done(summary), &mut out);
+    let progress = GenerateWriter::new(&request(0, false)).write(Event::Done(summary), &mut out);
     assert!(matches!(progress, Progress::Done));
     let expected = pb::GenerateSummary {
         request_id: "r".into(),

@@ -1,23 +1,23 @@
-//! One feed: what has changed since its last event, as JSON.
+//! One feed: the changes since its last event, as JSON.
 
 use std::collections::BTreeMap;
 use std::fmt::Write as _;
 use std::hash::{DefaultHasher, Hash as _, Hasher as _};
 use std::sync::Arc;
-use std::time::{Duration, SystemTime, UNIX_EPOCH};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 use bytes::Bytes;
 use serde::Serialize;
 use serde_json::{Map, Value, json};
+use tokio::sync::watch;
 
-use super::requests::Board;
-use crate::engine::RequestStatus;
+use crate::engine::{Command, EngineHandle, RequestList, RequestStatus};
 use crate::error::shown;
 use crate::memory::{MemoryReport, resident_bytes};
 use crate::observe::{ErrorNote, Follower, Phase, PushNote, Span};
-use crate::server::context::ServingContext;
-use crate::server::gate::Gate;
 use crate::server::security::Caller;
+use crate::server::{ServerState, ServingContext};
 use crate::types::ENGINE_STATS;
 
 /// How far back the timeline of a new feed goes: some rounds of a trainer.
@@ -30,14 +30,18 @@ const SPANS_PER_EVENT: u64 = 512;
 const MOST_NOTES: usize = 20;
 /// Longest id of a request that is sent, in bytes.
 const ID_BYTES: usize = 80;
+/// Most requests in the list: a page full.
+const MOST_REQUESTS: usize = 50;
+/// Shortest time between two lists of requests from the engine, however many feeds there are.
+const REQUESTS_INTERVAL: Duration = Duration::from_secs(1);
 
 /// Numbers of the engine that the page does not show as they are.
 const NOT_SENT: &[&str] = &["steps", "finished_requests", "aborted_requests", "internal_errors", "dropped_tokens"];
 
-/// What is known of a feed's reader and of what it has been told.
+/// A feed: its reader's permissions, and the state that was sent last.
 pub(super) struct Feed {
-    gate: Gate,
-    board: Board,
+    server: ServerState,
+    requests: RequestListCache,
     caller: Caller,
     follower: Follower,
     /// Hash of each member as it was sent last.
@@ -45,9 +49,9 @@ pub(super) struct Feed {
 }
 
 impl Feed {
-    pub(super) fn new(gate: &Gate, board: Board, caller: Caller) -> Self {
-        let follower = gate.observer.timeline.follow(HISTORY.as_nanos() as u64, MOST_SPANS);
-        Self { gate: gate.clone(), board, caller, follower, sent: BTreeMap::new() }
+    pub(super) fn new(server: &ServerState, requests: RequestListCache, caller: Caller) -> Self {
+        let follower = server.observer.timeline.follow(HISTORY.as_nanos() as u64, MOST_SPANS);
+        Self { server: server.clone(), requests, caller, follower, sent: BTreeMap::new() }
     }
 
     /// The next event, and whether there are spans left for another one at once.
@@ -55,7 +59,7 @@ impl Feed {
         let news = self.follower.news(SPANS_PER_EVENT);
         let [engine, push] = news.spans.map(|spans| spans.iter().map(SpanRow::from).collect::<Vec<_>>());
         let mut event = format!("data: {{\"now\":{},\"spans\":{}", news.now, json!({ "engine": engine, "push": push }));
-        let context = self.gate.look().ok();
+        let context = self.server.context().ok();
         // It has the names of phases, without which spans cannot be read.
         self.member(&mut event, "server", &self.server(context.as_deref()));
         if !news.has_more {
@@ -82,7 +86,7 @@ impl Feed {
 
     /// Facts that do not change once the model is loaded.
     fn server(&self, context: Option<&ServingContext>) -> Value {
-        let started = self.gate.observer.timeline.origin_unix() / 1_000_000;
+        let started = self.server.observer.timeline.origin_unix() / 1_000_000;
         let phases: Vec<_> = Phase::ALL.into_iter().map(Phase::name).collect();
         let version = env!("CARGO_PKG_VERSION");
         let Some(ServingContext { info, model, .. }) = context else {
@@ -107,18 +111,18 @@ impl Feed {
 
     /// The numbers that the engine published last.
     fn engine(&self) -> Value {
-        let metrics = &self.gate.observer.metrics;
+        let metrics = &self.server.observer.metrics;
         let stats = metrics.engine();
         let mut members = Map::from_iter([("lifecycle".to_owned(), json!(metrics.lifecycle()))]);
         let numbers = ENGINE_STATS.iter().zip(stats.values()).filter(|(stat, _)| !NOT_SENT.contains(&stat.name));
         members.extend(numbers.map(|(stat, value)| (stat.name.to_owned(), json!(value))));
-        members.insert("panics".into(), json!(self.gate.panics.count() + stats.internal_errors));
+        members.insert("panics".into(), json!(self.server.panics.count() + stats.internal_errors));
         members.into()
     }
 
     /// The ledger in bytes, beside what the process really takes.
     fn memory(&self, context: Option<&ServingContext>) -> Value {
-        let (ledger, host) = self.gate.observer.metrics.ledgers();
+        let (ledger, host) = self.server.observer.metrics.ledgers();
         json!({
             "total": ledger.total,
             "ceiling": ledger.ceiling,
@@ -130,12 +134,12 @@ impl Feed {
     }
 
     fn pushes(&self) -> Value {
-        let pushes = self.gate.observer.journal.pushes();
+        let pushes = self.server.observer.journal.pushes();
         pushes.iter().take(MOST_NOTES).map(|push| self.push(push)).collect()
     }
 
     fn push(&self, push: &PushNote) -> Value {
-        // An adapter that a push has made resident is in everybody's list of models; that of a failed push is not.
+        // The list of models has each adapter that a push has made resident, but not that of a failed push.
         let adapter = push.adapter.as_ref().filter(|_| push.error.is_none() || self.sees_all());
         json!({
             "at": millis(push.at),
@@ -153,7 +157,7 @@ impl Feed {
     }
 
     fn errors(&self) -> Value {
-        let errors = self.gate.observer.journal.errors();
+        let errors = self.server.observer.journal.errors();
         errors.iter().take(MOST_NOTES).map(|error| self.error(error)).collect()
     }
 
@@ -163,8 +167,8 @@ impl Feed {
         json!({ "at": millis(*at), "error": self.error_text(kind, message), "request": request_id })
     }
 
-    /// An error's kind and message. Who may end only own requests is not told the messages, which can quote what others
-    /// have sent.
+    /// An error's kind and message. A caller that may abort only its own requests does not see the messages, which can
+    /// quote what others have sent.
     fn error_text(&self, kind: &str, message: &str) -> Value {
         json!({ "kind": kind, "message": self.sees_all().then_some(message) })
     }
@@ -175,17 +179,17 @@ impl Feed {
 
     /// The requests that have not ended. The engine is not asked while there are none.
     fn requests(&self, context: Option<Arc<ServingContext>>) -> Value {
-        let engine = self.gate.observer.metrics.engine();
+        let engine = self.server.observer.metrics.engine();
         let none = engine.accepted_requests + engine.held_requests == 0;
         let Some(context) = context.filter(|_| !none) else { return json!({ "total": 0, "oldest": [] }) };
-        let answer = self.board.look(&context.engine);
+        let answer = self.requests.get(&context.engine);
         let (list, Some(at)) = &*answer else { return json!({ "total": 0, "oldest": [] }) };
         let began = |age: Duration| millis(SystemTime::now() - at.elapsed() - age);
         let oldest: Vec<_> = list.oldest.iter().map(|request| self.request(request, began(request.age))).collect();
         json!({ "total": list.total, "oldest": oldest })
     }
 
-    /// A request. Ids are told to those alone who may end it.
+    /// A request, with its id if the reader may abort it.
     fn request(&self, request: &RequestStatus, began: u64) -> Value {
         let RequestStatus { id, owner, progress, prompts, prompt_tokens, samples, open_samples, tokens, .. } = request;
         let is_theirs = self.sees_all() || self.caller.limited_to == *owner;
@@ -200,6 +204,52 @@ impl Feed {
             // In tenths of a second, so that a request that makes no progress is not sent again.
             "began": began / 100 * 100,
         })
+    }
+}
+
+/// The last list of the engine, and its time.
+type Answer = Arc<(RequestList, Option<Instant>)>;
+
+/// The list of requests. Asks the engine for it, one question at a time, without waiting for the answer. Clones share
+/// it.
+#[derive(Clone)]
+pub(super) struct RequestListCache {
+    answer: watch::Sender<Answer>,
+    is_asked: Arc<AtomicBool>,
+    /// Shortest time between two questions.
+    interval: Duration,
+}
+
+impl Default for RequestListCache {
+    fn default() -> Self {
+        Self { answer: watch::Sender::new(Answer::default()), is_asked: Arc::default(), interval: REQUESTS_INTERVAL }
+    }
+}
+
+/// The pending question. It ends when the engine answers it or drops it.
+struct Question(Arc<AtomicBool>);
+
+impl Drop for Question {
+    fn drop(&mut self) {
+        self.0.store(false, Ordering::Release);
+    }
+}
+
+impl RequestListCache {
+    /// The last answer. If it is old, this asks the engine for the next one.
+    fn get(&self, engine: &EngineHandle) -> Answer {
+        let answer = self.answer.borrow().clone();
+        let is_due = answer.1.is_none_or(|at| at.elapsed() >= self.interval);
+        if is_due && !self.is_asked.swap(true, Ordering::AcqRel) {
+            let (question, cache) = (Question(self.is_asked.clone()), self.answer.clone());
+            let reply = Box::new(move |list| {
+                cache.send_replace(Arc::new((list, Some(Instant::now()))));
+                drop(question);
+            });
+            // A full queue drops the question, and the next call asks again.
+            let _ = engine.send(Command::ListRequests { most: MOST_REQUESTS, reply });
+        }
+        answer
     }
 }
 
@@ -232,12 +282,10 @@ fn named(ledger: &MemoryReport) -> Vec<(&'static str, u64)> {
 
 #[cfg(test)]
 mod tests {
-    use std::time::Instant;
-
     use super::*;
     use crate::error::Error;
     use crate::observe::{Observer, PushKind, Transport};
-    use crate::server::gate::gate;
+    use crate::server::state::ServerState;
     use crate::types::Owner;
 
     fn event(feed: &mut Feed) -> Value {
@@ -252,8 +300,8 @@ mod tests {
     #[test]
     fn an_event_has_what_has_changed() {
         let (observer, mut recorder) = Observer::new();
-        let (_keeper, gate) = gate(observer.clone());
-        let mut feed = Feed::new(&gate, Board::default(), Caller::default());
+        let (_stage, server) = ServerState::new(observer.clone());
+        let mut feed = Feed::new(&server, RequestListCache::default(), Caller::default());
         let first = event(&mut feed);
         let members: Vec<_> = first.as_object().expect("an object").keys().map(String::as_str).collect();
         assert_eq!(members, ["now", "spans", "server", "engine", "memory", "pushes", "errors", "requests"]);
@@ -273,9 +321,9 @@ mod tests {
     }
 
     #[test]
-    fn who_may_end_only_own_requests_sees_no_more_of_others_than_numbers() {
+    fn a_caller_that_may_abort_only_its_own_requests_sees_only_numbers_of_others() {
         let (observer, _recorder) = Observer::new();
-        let (_keeper, gate) = gate(observer.clone());
+        let (_stage, server) = ServerState::new(observer.clone());
         observer.journal.error(&Error::NotFound("secret".into()), Some("secret"));
         let push = observer.journal.push();
         push.is(PushKind::Adapter, Transport::Inline, Some("secret"));
@@ -285,7 +333,7 @@ mod tests {
         push.applied(1, Duration::ZERO);
         let (own, other) = (Owner(1), Owner(2));
         let limited = Caller { owner: Some(own), limited_to: Some(own) };
-        let mut feed = Feed::new(&gate, Board::default(), limited);
+        let mut feed = Feed::new(&server, RequestListCache::default(), limited);
         let seen = event(&mut feed).to_string();
         assert!(!seen.contains("secret") && seen.contains("not_found") && seen.contains("data_loss"), "{seen}");
         assert!(seen.contains("resident"), "{seen}");
@@ -302,8 +350,40 @@ mod tests {
         };
         assert_eq!(feed.request(&request(Some(own)), 0)["id"], "id");
         assert_eq!(feed.request(&request(Some(other)), 0)["id"], Value::Null);
-        let mut all = Feed::new(&gate, Board::default(), Caller { owner: Some(own), limited_to: None });
+        let mut all = Feed::new(&server, RequestListCache::default(), Caller { owner: Some(own), limited_to: None });
         assert_eq!(event(&mut all).to_string().matches("secret").count(), 4);
         assert_eq!(all.request(&request(Some(other)), 0)["id"], "id");
+    }
+
+    /// A cache that asks again after `interval`, and what the engine is sent.
+    fn cache(interval: Duration) -> (RequestListCache, EngineHandle, std::sync::mpsc::Receiver<Command>) {
+        let (sender, commands) = std::sync::mpsc::sync_channel(4);
+        (RequestListCache { interval, ..RequestListCache::default() }, EngineHandle::new(sender), commands)
+    }
+
+    #[test]
+    fn the_engine_is_asked_one_question_at_a_time() {
+        let (cache, engine, commands) = cache(Duration::ZERO);
+        assert_eq!(cache.get(&engine).0.total, 0);
+        // The engine is in a long step: no call waits for it, and the questions do not pile up.
+        cache.get(&engine);
+        let Ok(Command::ListRequests { most, reply }) = commands.try_recv() else { panic!("a question") };
+        assert!(most == MOST_REQUESTS && commands.try_recv().is_err());
+        reply(RequestList { total: 7, oldest: Vec::new() });
+        assert_eq!(cache.get(&engine).0.total, 7);
+        // A question that is dropped is asked again.
+        drop(commands.try_recv().expect("the next question"));
+        cache.get(&engine);
+        assert!(commands.try_recv().is_ok());
+    }
+
+    #[test]
+    fn the_engine_is_not_asked_while_the_answer_is_new() {
+        let (cache, engine, commands) = cache(Duration::MAX);
+        cache.get(&engine);
+        let Ok(Command::ListRequests { reply, .. }) = commands.try_recv() else { panic!("a question") };
+        reply(RequestList::default());
+        cache.clone().get(&engine);
+        assert!(commands.try_recv().is_err());
     }
 }

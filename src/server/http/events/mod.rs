@@ -1,14 +1,13 @@
-//! What the page is told: a feed of server-sent events with the state of the server as it changes.
+//! `/events`: feeds of server-sent events with the state of the server as it changes, for the page.
 //!
-//! Feeds read what observers publish, so that they go on while the engine computes a long step, sleeps, or is being
-//! loaded. The list of requests alone is asked of the engine, by all feeds together and without waiting for it.
+//! Feeds read the published metrics, so that they continue while the engine computes a long step, sleeps, or loads. The
+//! list of requests alone comes from the engine, which all feeds together ask, without waiting for it.
 
 mod feed;
-mod requests;
-mod unread;
 
+use std::collections::BTreeMap;
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use axum::body::Body;
 use axum::extract::State;
@@ -21,18 +20,15 @@ use tokio::sync::{OwnedSemaphorePermit, Semaphore, mpsc, watch};
 use tokio::time::{MissedTickBehavior, interval, sleep};
 use tokio_stream::StreamExt as _;
 use tokio_stream::wrappers::ReceiverStream;
+use tokio_util::sync::CancellationToken;
 
-use super::Door;
-use super::error::HttpError;
-use super::listener::{HangUp, stopped};
 use crate::error::{Error, Result};
-use crate::server::panics::Panics;
+use crate::server::http::{AppState, HttpError};
 use crate::server::security::Caller;
-use feed::Feed;
-use requests::Board;
-use unread::Unread;
+use crate::server::state::Panics;
+use feed::{Feed, RequestListCache};
 
-/// Most feeds at the same time: a few pages for each who looks after a server, and far below `--max-connections`.
+/// Most feeds at the same time: a few pages for each operator of a server, and far below `--max-connections`.
 const MOST_FEEDS: usize = 32;
 /// How long a reader must have lagged before a new feed takes its place: one that reads is behind for the moment of a
 /// write.
@@ -45,109 +41,172 @@ const PACE: Pace = Pace { tick: Duration::from_millis(500), stall: Duration::fro
 struct Pace {
     /// Time between two events: a reader sees a change at once, and a feed costs next to nothing.
     tick: Duration,
-    /// How long a reader may leave an event unread. It would hold one of the feeds for ever.
+    /// How long a reader may leave an event unread. Without a limit it would hold one of the feeds forever.
     stall: Duration,
 }
 
-/// What all feeds share.
+/// The state that all feeds share.
 #[derive(Clone)]
 pub(super) struct Feeds {
     free: Arc<Semaphore>,
     unread: Unread,
-    board: Board,
-    stop: watch::Receiver<bool>,
+    requests: RequestListCache,
+    stop: CancellationToken,
 }
 
 impl Feeds {
-    /// Feeds that end once `stop` is true.
-    pub(super) fn new(stop: watch::Receiver<bool>) -> Self {
-        Self { free: Arc::new(Semaphore::new(MOST_FEEDS)), unread: Unread::default(), board: Board::default(), stop }
+    /// Feeds that end once `stop` is cancelled.
+    pub(super) fn new(stop: CancellationToken) -> Self {
+        Self {
+            free: Arc::new(Semaphore::new(MOST_FEEDS)),
+            unread: Unread::default(),
+            requests: RequestListCache::default(),
+            stop,
+        }
     }
 
-    /// The place of a new feed. If there is none left, the feed that has been unread for longest gives its own, if that
+    /// The permit of a new feed. If there is none left, the feed that has been unread for longest is closed, if that
     /// was for [`LEAST_LAG`].
     ///
     /// # Errors
     /// `ResourceExhausted` if no feed has been unread for so long.
-    async fn place(&self) -> Result<OwnedSemaphorePermit> {
-        if let Ok(place) = self.free.clone().try_acquire_owned() {
-            return Ok(place);
+    async fn acquire(&self) -> Result<OwnedSemaphorePermit> {
+        if let Ok(permit) = self.free.clone().try_acquire_owned() {
+            return Ok(permit);
         }
         if !self.unread.hang_up_oldest(LEAST_LAG) {
             let message = format!("{MOST_FEEDS} feeds are open, the most there may be; close a page and try again");
             return Err(Error::ResourceExhausted(message));
         }
-        // The place comes back with the connection that ends.
+        // The permit comes back when that connection ends.
         Ok(self.free.clone().acquire_owned().await.expect("the semaphore is never closed"))
+    }
+}
+
+/// The connections of feeds whose readers have left an event unread, the longest first. Clones share them.
+#[derive(Clone, Default)]
+struct Unread(watch::Sender<Waiting>);
+
+#[derive(Default)]
+struct Waiting {
+    /// Each with the time when it was noted.
+    connections: BTreeMap<u64, (Instant, CancellationToken)>,
+    /// Key of the next one.
+    next: u64,
+}
+
+/// A feed is unread until this is dropped.
+struct Note<'a> {
+    unread: &'a Unread,
+    key: u64,
+}
+
+impl Drop for Note<'_> {
+    fn drop(&mut self) {
+        self.unread.0.send_modify(|waiting| {
+            waiting.connections.remove(&self.key);
+        });
+    }
+}
+
+impl Unread {
+    /// Notes that the reader at the other end of `connection` lags.
+    fn note(&self, connection: &CancellationToken) -> Note<'_> {
+        let mut key = 0;
+        self.0.send_modify(|waiting| {
+            key = waiting.next;
+            waiting.next += 1;
+            waiting.connections.insert(key, (Instant::now(), connection.clone()));
+        });
+        Note { unread: self, key }
+    }
+
+    /// Closes the connection whose reader has lagged for longest; false if none has lagged for `least`.
+    fn hang_up_oldest(&self, least: Duration) -> bool {
+        let mut oldest = None;
+        self.0.send_modify(|waiting| {
+            let lags = waiting.connections.first_entry().filter(|entry| entry.get().0.elapsed() >= least);
+            oldest = lags.map(|entry| entry.remove().1);
+        });
+        oldest.inspect(|connection| connection.cancel()).is_some()
     }
 }
 
 /// The state of the server as server-sent events, two a second. Made for the page, whose needs decide its shape.
 ///
 /// Each event is a JSON object. `now`, in nanoseconds since `server.started`, and the new spans of the timeline are in
-/// each, every other member only if it differs from what was sent before.
+/// each, every other member only if it differs from the value that was sent before.
 pub(super) async fn events(
-    State(door): State<Door>,
+    State(app): State<AppState>,
     Extension(caller): Extension<Caller>,
     request: Request,
 ) -> std::result::Result<Response, HttpError> {
-    let feeds = door.feeds.clone();
-    let hang_up = request.extensions().get::<HangUp>().cloned().unwrap_or_default();
-    let place = feeds.place().await?;
+    let feeds = app.feeds.clone();
+    let hang_up = request.extensions().get::<CancellationToken>().cloned().unwrap_or_default();
+    let permit = feeds.acquire().await?;
     // One event, so that a reader that stops holds no more.
     let (sender, receiver) = mpsc::channel(1);
-    let feed = Feed::new(&door.gate, feeds.board, caller);
-    tokio::spawn(run(feed, sender, (feeds.stop, door.gate.panics.clone()), (hang_up, feeds.unread), PACE));
+    let Feeds { requests, stop, unread, .. } = feeds;
+    let feed = Feed::new(&app.server, requests, caller);
+    let sender = FeedSender { sender, hang_up, unread, stop, panics: app.server.panics, pace: PACE };
+    tokio::spawn(sender.run(feed));
     let body = Body::from_stream(ReceiverStream::new(receiver).map(move |event: Bytes| {
-        let _: &OwnedSemaphorePermit = &place;
+        let _: &OwnedSemaphorePermit = &permit;
         Ok::<_, std::convert::Infallible>(event)
     }));
     let headers = [(CONTENT_TYPE, "text/event-stream; charset=utf-8"), (CACHE_CONTROL, "no-store")];
     Ok((StatusCode::OK, headers, body).into_response())
 }
 
-/// Gives the feed's events to its reader until the reader goes or stops to read, or the server ends.
-async fn run(
-    mut feed: Feed,
+/// Sends events to the reader of one feed.
+struct FeedSender {
     sender: mpsc::Sender<Bytes>,
-    (mut stop, panics): (watch::Receiver<bool>, Panics),
-    (hang_up, unread): (HangUp, Unread),
+    /// Closes the reader's connection.
+    hang_up: CancellationToken,
+    unread: Unread,
+    stop: CancellationToken,
+    panics: Panics,
     pace: Pace,
-) {
-    let mut ticks = interval(pace.tick);
-    ticks.set_missed_tick_behavior(MissedTickBehavior::Delay);
-    loop {
-        tokio::select! {
-            _ = ticks.tick() => {}
-            () = sender.closed() => return,
-            () = stopped(&mut stop) => return end(&sender, &hang_up),
-        }
+}
+
+impl FeedSender {
+    /// Sends the feed's events until the reader leaves or stops reading, or the server ends.
+    async fn run(self, mut feed: Feed) {
+        let mut ticks = interval(self.pace.tick);
+        ticks.set_missed_tick_behavior(MissedTickBehavior::Delay);
         loop {
-            // A panic ends this feed alone.
-            let Ok((event, has_more)) = panics.catch(|| feed.next()) else { return };
             tokio::select! {
-                sent = sender.send(event) => if sent.is_err() { return },
-                () = stopped(&mut stop) => return end(&sender, &hang_up),
-                () = stalled(&unread, &hang_up, pace) => return end(&sender, &hang_up),
+                _ = ticks.tick() => {}
+                () = self.sender.closed() => return,
+                () = self.stop.cancelled() => return self.end(),
             }
-            if !has_more {
-                break;
+            loop {
+                // A panic ends this feed alone.
+                let Ok((event, has_more)) = self.panics.catch(|| feed.next()) else { return };
+                tokio::select! {
+                    sent = self.sender.send(event) => if sent.is_err() { return },
+                    () = self.stop.cancelled() => return self.end(),
+                    () = self.stalled() => return self.end(),
+                }
+                if !has_more {
+                    break;
+                }
             }
         }
     }
-}
 
-/// Returns once an event has been unread for too long. From the next event on its feed may have to give way.
-async fn stalled(unread: &Unread, hang_up: &HangUp, pace: Pace) {
-    sleep(pace.tick).await;
-    let _unread = unread.note(hang_up);
-    sleep(pace.stall.saturating_sub(pace.tick)).await;
-}
+    /// Returns once an event has been unread for too long. After one tick its feed may be closed for a new one.
+    async fn stalled(&self) {
+        sleep(self.pace.tick).await;
+        let _unread = self.unread.note(&self.hang_up);
+        sleep(self.pace.stall.saturating_sub(self.pace.tick)).await;
+    }
 
-/// Ends a feed, and the connection with it if its reader has left an event unread: the rest would wait for it.
-fn end(sender: &mpsc::Sender<Bytes>, hang_up: &HangUp) {
-    if sender.capacity() == 0 {
-        hang_up.hang_up();
+    /// Ends the feed, and the connection with it if the reader has left an event unread: the rest would wait for it.
+    fn end(&self) {
+        if self.sender.capacity() == 0 {
+            self.hang_up.cancel();
+        }
     }
 }
 
@@ -155,7 +214,7 @@ fn end(sender: &mpsc::Sender<Bytes>, hang_up: &HangUp) {
 mod tests {
     use super::*;
     use crate::observe::Observer;
-    use crate::server::gate::gate;
+    use crate::server::state::ServerState;
 
     const FAST: Pace = Pace { tick: Duration::from_millis(1), stall: Duration::from_millis(50) };
     const PATIENT: Pace = Pace { stall: Duration::from_secs(3600), ..FAST };
@@ -164,13 +223,16 @@ mod tests {
     fn feed(
         pace: Pace,
         unread: &Unread,
-    ) -> (mpsc::Receiver<Bytes>, watch::Sender<bool>, HangUp, tokio::task::JoinHandle<()>) {
+    ) -> (mpsc::Receiver<Bytes>, CancellationToken, CancellationToken, tokio::task::JoinHandle<()>) {
         let (observer, _recorder) = Observer::new();
-        let (_keeper, gate) = gate(observer);
+        let (_stage, server) = ServerState::new(observer);
         let (sender, receiver) = mpsc::channel(1);
-        let (stop, stopped) = watch::channel(false);
-        let (hang_up, feed) = (HangUp::default(), Feed::new(&gate, Board::default(), Caller::default()));
-        let running = tokio::spawn(run(feed, sender, (stopped, gate.panics), (hang_up.clone(), unread.clone()), pace));
+        let stop = CancellationToken::new();
+        let (hang_up, feed) =
+            (CancellationToken::default(), Feed::new(&server, RequestListCache::default(), Caller::default()));
+        let (unread, panics) = (unread.clone(), server.panics);
+        let sender = FeedSender { sender, hang_up: hang_up.clone(), unread, stop: stop.clone(), panics, pace };
+        let running = tokio::spawn(sender.run(feed));
         (receiver, stop, hang_up, running)
     }
 
@@ -178,7 +240,7 @@ mod tests {
     async fn a_reader_that_stops_is_hung_up_on() {
         let (mut receiver, _stop, hang_up, running) = feed(FAST, &Unread::default());
         assert!(receiver.recv().await.is_some());
-        hang_up.asked().await;
+        hang_up.cancelled().await;
         running.await.expect("no panic");
         assert!(receiver.recv().await.is_some(), "the event that it has not read");
         assert_eq!(receiver.recv().await, None);
@@ -190,10 +252,10 @@ mod tests {
         drop(receiver);
         running.await.expect("no panic");
 
-        // Somebody reads, or nobody does: then the connection would keep the server from ending.
+        // With a reader that reads, and with one that does not: its connection would keep the server from ending.
         let (mut receiver, stop, _, running) = feed(PATIENT, &Unread::default());
         let reader = tokio::spawn(async move { while receiver.recv().await.is_some() {} });
-        stop.send_replace(true);
+        stop.cancel();
         running.await.expect("no panic");
         reader.await.expect("no panic");
 
@@ -201,39 +263,54 @@ mod tests {
         while receiver.is_empty() {
             tokio::task::yield_now().await;
         }
-        stop.send_replace(true);
-        hang_up.asked().await;
+        stop.cancel();
+        hang_up.cancelled().await;
         running.await.expect("no panic");
     }
 
     #[tokio::test]
-    async fn the_feed_that_has_been_unread_for_longest_gives_way() {
-        let (_stop, stopped) = watch::channel(false);
-        let feeds = Feeds::new(stopped);
-        let mut places = Vec::new();
+    async fn the_feed_that_has_been_unread_for_longest_is_closed() {
+        let feeds = Feeds::new(CancellationToken::new());
+        let mut permits = Vec::new();
         for _ in 0..MOST_FEEDS {
-            places.push(feeds.place().await.expect("a place"));
+            permits.push(feeds.acquire().await.expect("a permit"));
         }
         let (mut read, _stop, _, _running) = feed(PATIENT, &feeds.unread);
         tokio::spawn(async move { while read.recv().await.is_some() {} });
-        assert!(matches!(feeds.place().await, Err(Error::ResourceExhausted(_))), "all are read");
+        assert!(matches!(feeds.acquire().await, Err(Error::ResourceExhausted(_))), "all are read");
 
         let (receiver, _stop, hang_up, running) = feed(PATIENT, &feeds.unread);
-        let place = loop {
-            // Its connection ends, and drops the place.
+        let permit = loop {
+            // Its connection ends, and drops the permit.
             let connection = async {
-                hang_up.asked().await;
-                places.pop();
+                hang_up.cancelled().await;
+                permits.pop();
                 std::future::pending::<()>().await
             };
             tokio::select! {
-                place = feeds.place() => if let Ok(place) = place { break place },
+                permit = feeds.acquire() => if let Ok(permit) = permit { break permit },
                 () = connection => {}
             }
             tokio::task::yield_now().await;
         };
-        assert_eq!((places.len(), feeds.free.available_permits()), (MOST_FEEDS - 1, 0));
-        drop((place, receiver));
+        assert_eq!((permits.len(), feeds.free.available_permits()), (MOST_FEEDS - 1, 0));
+        drop((permit, receiver));
         running.await.expect("no panic");
+    }
+
+    #[tokio::test]
+    async fn the_oldest_gives_way_and_only_if_it_is_still_unread() {
+        let unread = Unread::default();
+        assert!(!unread.hang_up_oldest(Duration::ZERO), "all are read");
+        let [first, second, third] = std::array::from_fn(|_| CancellationToken::new());
+        let read = unread.note(&first);
+        let (_second, _third) = (unread.note(&second), unread.note(&third));
+        drop(read);
+        assert!(!unread.hang_up_oldest(Duration::from_secs(3600)), "neither has lagged for so long");
+        assert!(unread.clone().hang_up_oldest(Duration::ZERO));
+        second.cancelled().await;
+        assert!(unread.hang_up_oldest(Duration::ZERO));
+        third.cancelled().await;
+        assert!(!unread.hang_up_oldest(Duration::ZERO));
     }
 }

@@ -10,14 +10,14 @@ use super::sampling::LogprobsMode;
 use crate::text::{IncrementalDetokenizer, Tokenizer};
 use crate::types::{TokenId, TokenLogprobs};
 
-/// Bytes that the log-probability of a token takes while it is turned into text, and that of each token that might have
-/// come instead: texts of their own, in lists that grow.
+/// Bytes that the log-probability of a token takes while it is turned into text, and that of each of its alternatives:
+/// texts of their own, in lists that grow.
 pub(super) const LOGPROB: usize = 192;
 pub(super) const ALTERNATIVE: usize = 80;
 /// Stands for minus infinity, which JSON cannot write.
 const MINUS_INFINITY: f32 = -9999.0;
 
-/// `logprob` as JSON can write it: -9999 for minus infinity, null for NaN, which says that the policy is broken.
+/// `logprob` as JSON can write it: -9999 for minus infinity, null for NaN, which means that the policy is broken.
 pub(in crate::server::http) fn written(logprob: f32) -> Option<f32> {
     match logprob {
         f32::NEG_INFINITY => Some(MINUS_INFINITY),
@@ -57,7 +57,7 @@ impl TokenTexts {
         text
     }
 
-    /// The text of a token that might have come next.
+    /// The text of an alternative to the next token.
     pub(super) fn alternative(&self, token: TokenId) -> String {
         self.tokenizer.as_ref().map_or_else(|| by_id(token), |tokenizer| tokenizer.decode(&[token], false))
     }
@@ -189,9 +189,9 @@ struct PromptLogprob {
 /// The tokens that stand or might have stood at one place of a prompt, by their ids.
 #[derive(Debug, ToSchema)]
 #[schema(value_type = std::collections::BTreeMap<String, PromptLogprob>)]
-struct Place(Vec<(TokenId, PromptLogprob)>);
+struct PromptPosition(Vec<(TokenId, PromptLogprob)>);
 
-impl Serialize for Place {
+impl Serialize for PromptPosition {
     fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
         serializer.collect_map(self.0.iter().map(|(token, logprob)| (token, logprob)))
     }
@@ -200,11 +200,11 @@ impl Serialize for Place {
 /// Log-probabilities of a prompt's tokens: null for the first, then one object for each place.
 #[derive(Debug, Serialize, ToSchema)]
 #[serde(transparent)]
-pub(in crate::server::http) struct PromptLogprobs(Vec<Option<Place>>);
+pub(in crate::server::http) struct PromptLogprobs(Vec<Option<PromptPosition>>);
 
 impl PromptLogprobs {
-    /// Those of a prompt that begins with `first` and goes on with `rest`, with the `top` most likely tokens each. They
-    /// are of the model's own distribution.
+    /// Those of a prompt that begins with `first` and continues with `rest`, with the `top` most likely tokens each.
+    /// They are of the model's own distribution.
     pub(in crate::server::http) fn new(
         first: TokenId,
         rest: &[TokenLogprobs],
@@ -212,7 +212,7 @@ impl PromptLogprobs {
         mut texts: TokenTexts,
     ) -> Self {
         texts.next(first);
-        let place = |token: &TokenLogprobs| {
+        let position = |token: &TokenLogprobs| {
             let others = token.top.iter().take(top).zip(1..).filter(|((other, _), _)| *other != token.token);
             let others: Vec<_> = others
                 .map(|(&(other, value), rank)| {
@@ -222,8 +222,8 @@ impl PromptLogprobs {
                 .collect();
             let decoded_token = texts.next(token.token);
             let own = PromptLogprob { logprob: written(token.raw), rank: token.rank, decoded_token };
-            Some(Place(std::iter::once((token.token, own)).chain(others).collect()))
+            Some(PromptPosition(std::iter::once((token.token, own)).chain(others).collect()))
         };
-        Self(std::iter::once(None).chain(rest.iter().map(place)).collect())
+        Self(std::iter::once(None).chain(rest.iter().map(position)).collect())
     }
 }

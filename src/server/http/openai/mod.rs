@@ -1,15 +1,13 @@
 //! OpenAI's API, with the members that vLLM adds and trainers use.
 
+pub(super) mod answers;
 pub(super) mod chat;
-mod chunks;
 pub(super) mod completions;
 pub(super) mod logprobs;
 mod prompt;
-pub(super) mod report;
 pub(super) mod sampling;
 mod structured;
 pub(super) mod tokens;
-pub(super) mod usage;
 
 use axum::http::HeaderMap;
 

@@ -86,7 +86,7 @@ impl<'de> Visitor<'de> for PromptsVisitor {
     }
 }
 
-/// The first element of a list, which says what all of them are.
+/// The first element of a list, which decides the type of all.
 enum Element {
     Token(u32),
     Prompt(PromptInput),

@@ -1,20 +1,20 @@
-//! The members that bodies of completions and of chats share: how to sample, when to end, what to report.
+//! The members that bodies of completions and of chats share: how to sample, when to end, and the report.
 
 use std::collections::BTreeMap;
 use std::fmt;
 
 use serde::Deserialize;
-use serde::de::{self, Deserializer, MapAccess, SeqAccess, Visitor};
+use serde::de::{self, Deserializer, SeqAccess, Visitor};
 use serde_json::value::RawValue;
 use utoipa::ToSchema;
 
 use super::structured::structured;
 use crate::error::{Error, Result};
-use crate::server::http::members::{Members, members};
+use crate::server::http::members;
 use crate::server::pb;
 
 members! {
-    /// How to sample, when to end, what to report.
+    /// How to sample, when to end, and the report.
     pub(in crate::server::http) struct Sampling {
         /// The policy's name, or that of a resident adapter; none, null or "" is the policy.
         pub(in crate::server::http) model: String,
@@ -37,13 +37,13 @@ members! {
         logit_bias: BTreeMap<TokenKey, f32>,
         /// Only these tokens may be sampled.
         allowed_token_ids: Vec<u32>,
-        /// Seed of the request; each sample gets a seed of its own, made of it.
+        /// Seed of the request, from which each sample's own seed is derived.
         seed: i64,
         /// Samples of each prompt (default: 1).
         pub(super) n: u32,
         /// Tokens to make before a sample may end (default: 0).
         min_tokens: u32,
-        /// Whether to go on at the end-of-sequence token (default: false).
+        /// Whether to continue at the end-of-sequence token (default: false).
         ignore_eos: bool,
         /// A text, or texts, that end a sample.
         stop: Stop,
@@ -51,10 +51,10 @@ members! {
         stop_token_ids: Vec<u32>,
         /// Whether the text includes the stop string that ended it (default: false).
         pub(super) include_stop_str_in_output: bool,
-        /// What the text must be: `text`, `json_object`, or `json_schema` with a schema.
+        /// The form of the text: `text`, `json_object`, or `json_schema` with a schema.
         #[schema(value_type = Option<serde_json::Value>)]
         response_format: Box<RawValue>,
-        /// What the text must match: an object with `json` (a schema), `regex`, `choice`, `grammar` (Lark) or
+        /// The grammar of the text: an object with `json` (a schema), `regex`, `choice`, `grammar` (Lark) or
         /// `json_object`.
         #[schema(value_type = Option<serde_json::Value>)]
         structured_outputs: Box<RawValue>,
@@ -72,7 +72,7 @@ members! {
         pub(super) logprobs_mode: LogprobsMode,
         /// Whether to send tokens as they are made, as server-sent events (default: false).
         pub(in crate::server::http) stream: bool,
-        /// What a stream tells beside its tokens.
+        /// Further contents of a stream.
         pub(in crate::server::http) stream_options: StreamOptions,
         /// Keep only this many of the prompt's last tokens.
         pub(super) truncate_prompt_tokens: u32,
@@ -88,11 +88,8 @@ members! {
     }
 }
 
-/// Members that would change the samples or what is reported, and that this server does not have.
-#[derive(Default)]
-pub(in crate::server::http) struct Unsupported;
-
-const UNSUPPORTED: [&str; 15] = [
+/// Members that would change the samples or the report, and that this server does not have.
+pub(in crate::server::http) const UNSUPPORTED: [&str; 15] = [
     "best_of",
     "use_beam_search",
     "length_penalty",
@@ -110,32 +107,6 @@ const UNSUPPORTED: [&str; 15] = [
     "vllm_xargs",
 ];
 
-/// Values that ask for nothing, which clients send for members that they do not use.
-const NEUTRAL: [&str; 11] =
-    ["null", "false", "\"\"", "[]", "{}", "0", "1", "1.0", "\"none\"", "\"auto\"", "[\"text\"]"];
-
-impl Members for Unsupported {
-    fn read<'de, A: MapAccess<'de>>(&mut self, name: &str, map: &mut A) -> std::result::Result<bool, A::Error> {
-        refuse(&UNSUPPORTED, name, map)
-    }
-}
-
-/// Refuses the member `name` if it is one of `unsupported` and asks for something; false if it is not one of them.
-pub(super) fn refuse<'de, A: MapAccess<'de>>(
-    unsupported: &[&str],
-    name: &str,
-    map: &mut A,
-) -> std::result::Result<bool, A::Error> {
-    if !unsupported.contains(&name) {
-        return Ok(false);
-    }
-    let value: Box<RawValue> = map.next_value()?;
-    if NEUTRAL.contains(&value.get()) {
-        return Ok(true);
-    }
-    Err(de::Error::custom(format_args!("{name} is not supported; leave it out")))
-}
-
 /// Distribution that log-probabilities are taken from.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Deserialize, ToSchema)]
 #[serde(rename_all = "lowercase")]
@@ -148,7 +119,7 @@ pub(in crate::server::http) enum LogprobsMode {
     Raw,
 }
 
-/// What a stream tells beside its tokens.
+/// Further contents of a stream, beside its tokens.
 #[derive(Clone, Copy, Debug, Default, Deserialize, ToSchema)]
 pub(in crate::server::http) struct StreamOptions {
     /// End with an event that has the usage figures.
@@ -205,7 +176,7 @@ impl<'de> Visitor<'de> for StopVisitor {
 
 impl Sampling {
     /// The distribution that the reported log-probabilities are taken from. At temperature 0 the processed distribution
-    /// is the chosen token alone, whose log-probability 0 tells nothing.
+    /// is the chosen token alone, with a log-probability of 0.
     pub(super) fn reported(&self) -> LogprobsMode {
         match self.logprobs_mode {
             Some(mode) => mode,

@@ -1,4 +1,4 @@
-//! What a sample's text must match, as OpenAI (`response_format`) and vLLM (`structured_outputs`) ask for it.
+//! The grammar of a sample's text, as OpenAI (`response_format`) and vLLM (`structured_outputs`) write it.
 
 use serde::Deserialize;
 use serde_json::value::RawValue;
@@ -7,25 +7,17 @@ use crate::error::{Error, Result};
 use crate::server::pb::{self, structured_outputs::Kind};
 
 /// vLLM's `structured_outputs`. Exactly one of the first five is set.
-#[derive(Deserialize)]
+#[derive(Default, Deserialize)]
+#[serde(default)]
 struct StructuredOutputs {
-    #[serde(default)]
     json: Option<Box<RawValue>>,
-    #[serde(default)]
     regex: Option<String>,
-    #[serde(default)]
     choice: Option<Vec<String>>,
-    #[serde(default)]
     grammar: Option<String>,
-    #[serde(default)]
     json_object: Option<bool>,
-    #[serde(default)]
     structural_tag: Option<Box<RawValue>>,
-    #[serde(default)]
     disable_any_whitespace: Option<bool>,
-    #[serde(default)]
     disable_additional_properties: Option<bool>,
-    #[serde(default)]
     whitespace_pattern: Option<String>,
 }
 
@@ -43,16 +35,16 @@ struct JsonSchema {
     schema: Option<Box<RawValue>>,
 }
 
-/// What the members of a body ask for; None if any text will do.
+/// The grammar that the members of a body ask for; None if any text will do.
 ///
 /// # Errors
-/// `InvalidArgument` with the member that is wrong. Whether a grammar can be compiled is checked when the message is.
+/// `InvalidArgument` with the wrong member. Whether a grammar can be compiled is checked when the message is.
 pub(super) fn structured(
     outputs: Option<&RawValue>,
     format: Option<&RawValue>,
 ) -> Result<Option<pb::StructuredOutputs>> {
-    let outputs = outputs.map(vllms).transpose()?;
-    let format = format.map(openais).transpose()?.flatten();
+    let outputs = outputs.map(of_vllm).transpose()?;
+    let format = format.map(of_openai).transpose()?.flatten();
     match (outputs, format) {
         (Some(_), Some(_)) => {
             Err(Error::invalid("response_format", "cannot be combined with structured_outputs; send one of them"))
@@ -61,13 +53,13 @@ pub(super) fn structured(
     }
 }
 
-fn vllms(given: &RawValue) -> Result<Kind> {
+fn of_vllm(given: &RawValue) -> Result<Kind> {
     let invalid = |message: String| Error::invalid("structured_outputs", message);
     let given: StructuredOutputs = serde_json::from_str(given.get()).map_err(|error| invalid(error.to_string()))?;
     if given.structural_tag.is_some() {
         return Err(Error::invalid("structured_outputs.structural_tag", "is not supported; send a grammar"));
     }
-    // They would change the samples, so they are not dropped in silence.
+    // They would change the samples, so they are rejected, not ignored.
     let tuned = [
         ("disable_any_whitespace", given.disable_any_whitespace == Some(true)),
         ("disable_additional_properties", given.disable_additional_properties == Some(true)),
@@ -94,7 +86,7 @@ fn vllms(given: &RawValue) -> Result<Kind> {
     }
 }
 
-fn openais(given: &RawValue) -> Result<Option<Kind>> {
+fn of_openai(given: &RawValue) -> Result<Option<Kind>> {
     let invalid = |message: String| Error::invalid("response_format", message);
     let given: ResponseFormat = serde_json::from_str(given.get()).map_err(|error| invalid(error.to_string()))?;
     match given.r#type.as_str() {
@@ -158,7 +150,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_wrong_is_named() {
+    fn a_wrong_member_is_named() {
         for (outputs, format, member) in [
             ("{}", "", "structured_outputs"),
             ("[]", "", "structured_outputs"),

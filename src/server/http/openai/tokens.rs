@@ -1,5 +1,7 @@
 //! `/tokenize` and `/detokenize`: between texts or chats and token ids.
 
+use std::sync::Arc;
+
 use axum::Json;
 use axum::extract::State;
 use axum::response::Response;
@@ -10,14 +12,9 @@ use super::chat::ChatPrompt;
 use crate::engine::Command;
 use crate::error::{Error, shown};
 use crate::server::calls::ask;
-use crate::server::http::Door;
-use crate::server::http::body::JsonBody;
-use crate::server::http::error::{ErrorBody, HttpError};
-use crate::server::http::members::{BodyOf, members};
-use crate::server::http::reply::counted;
+use crate::server::http::{AppState, ErrorBody, HttpError, JsonBody, counted, members};
 use crate::server::requests::{is_chat, off_thread};
-use crate::server::{ServingContext, convert, pb};
-use crate::text::Tokenizer;
+use crate::server::{PromptEncoder, ServingContext, convert, pb};
 use crate::types::TokenId;
 
 /// Most tokens of one `/detokenize`: a thousand contexts.
@@ -28,29 +25,20 @@ const TOKEN: u64 = 64;
 const MAX_NAME_BYTES: usize = 256;
 
 members! {
-    /// What is to become token ids.
-    pub(in crate::server::http) struct Text {
+    /// The body of `/tokenize`. A text gets special tokens unless `add_special_tokens` is false.
+    pub(in crate::server::http) struct TokenizeRequest {
         /// The policy's name, or that of a resident adapter; all have the same tokenizer.
         model: String,
         /// A text, instead of `messages`.
         prompt: String,
         /// Whether to return the strings of the vocabulary as well (default: false).
         return_token_strs: bool,
+        ..chat: ChatPrompt,
     }
 }
 
-/// The description of the body of `/tokenize`. A text gets special tokens unless `add_special_tokens` is false.
-#[derive(ToSchema)]
-#[allow(dead_code, reason = "it is only described; the body is read as groups of members")]
-pub(in crate::server::http) struct TokenizeRequest {
-    #[serde(flatten)]
-    text: Text,
-    #[serde(flatten)]
-    chat: ChatPrompt,
-}
-
 members! {
-    /// What is to become text.
+    /// The body of `/detokenize`.
     pub(in crate::server::http) struct DetokenizeRequest {
         /// The policy's name, or that of a resident adapter; all have the same tokenizer.
         model: String,
@@ -85,13 +73,15 @@ pub(in crate::server::http) struct Detokenized {
     (status = 503, description = "the server starts or ends", body = ErrorBody),
 ))]
 pub(in crate::server::http) async fn tokenize(
-    State(door): State<Door>,
-    body: JsonBody<BodyOf<(Text, ChatPrompt)>>,
+    State(app): State<AppState>,
+    body: JsonBody<TokenizeRequest>,
 ) -> Result<Response, HttpError> {
-    let context = door.gate.look()?;
-    let JsonBody { value: BodyOf((text, chat)), bytes, mut charge, ignored, .. } = body;
-    check_model(text.model.as_deref(), &context).await?;
-    let prompt = match (text.prompt, chat.has_messages()) {
+    let context = app.server.context()?;
+    let JsonBody {
+        value: TokenizeRequest { model, prompt, return_token_strs, chat }, bytes, mut charge, ignored, ..
+    } = body;
+    check_model(model.as_deref(), &context).await?;
+    let prompt = match (prompt, chat.has_messages()) {
         (None, true) => chat.into_message()?,
         (Some(text), false) => {
             let kind = Some(pb::prompt::Kind::Text(text));
@@ -102,21 +92,20 @@ pub(in crate::server::http) async fn tokenize(
             return Err(Error::invalid("prompt", "cannot be combined with messages; give one of them").into());
         }
     };
-    let (model, names) = (context.model.clone(), text.return_token_strs.unwrap_or(false));
+    let (model, names) = (context.model.clone(), return_token_strs.unwrap_or(false));
     let (tokens, token_strs, charge) = off_thread(is_chat(&prompt), bytes, move || {
         let tokens = convert::tokens(prompt, &model, &mut charge)?;
         charge.grow(tokens.len() as u64 * TOKEN)?;
-        let strings = model.encoder.as_ref().filter(|_| names).map(|e| token_strings(e.tokenizer(), &tokens));
+        let name =
+            |encoder: &Arc<PromptEncoder>, token: &TokenId| encoder.tokenizer().id_to_token(*token).unwrap_or_default();
+        let encoder = model.encoder.as_ref().filter(|_| names);
+        let strings = encoder.map(|encoder| tokens.iter().map(|token| name(encoder, token)).collect());
         Ok((tokens, strings, charge))
     })
     .await?;
     let max_model_len = context.model.max_model_len;
     let answer = ignored.name_in(Json(Tokenized { count: tokens.len(), max_model_len, tokens, token_strs }));
     Ok(counted(answer, charge))
-}
-
-fn token_strings(tokenizer: &Tokenizer, tokens: &[TokenId]) -> Vec<String> {
-    tokens.iter().map(|&token| tokenizer.id_to_token(token).unwrap_or_default()).collect()
 }
 
 /// Turns token ids into text.
@@ -128,11 +117,11 @@ fn token_strings(tokenizer: &Tokenizer, tokens: &[TokenId]) -> Vec<String> {
     (status = 503, description = "the server starts or ends", body = ErrorBody),
 ))]
 pub(in crate::server::http) async fn detokenize(
-    State(door): State<Door>,
-    body: JsonBody<BodyOf<DetokenizeRequest>>,
+    State(app): State<AppState>,
+    body: JsonBody<DetokenizeRequest>,
 ) -> Result<Response, HttpError> {
-    let context = door.gate.look()?;
-    let JsonBody { value: BodyOf(DetokenizeRequest { model, tokens }), bytes, mut charge, ignored, .. } = body;
+    let context = app.server.context()?;
+    let JsonBody { value: DetokenizeRequest { model, tokens }, bytes, mut charge, ignored, .. } = body;
     check_model(model.as_deref(), &context).await?;
     let tokens = tokens.ok_or_else(|| Error::invalid("tokens", "is missing; give token ids"))?;
     if tokens.len() > MAX_TOKENS {

@@ -1,5 +1,5 @@
-//! The page that shows what the server does, and the files that it is made of. They hold no data: the browser fetches
-//! that from `/events`, with a token where the server wants one.
+//! The page that shows the state of the server, and its files. They hold no data: the browser fetches that from
+//! `/events`, with a token where the server requires one.
 
 use axum::extract::Path;
 use axum::extract::rejection::PathRejection;
@@ -8,7 +8,7 @@ use axum::http::header::{
 };
 use axum::response::{IntoResponse, Response};
 
-use super::error::{ErrorBody, HttpError};
+use crate::server::http::{ErrorBody, HttpError};
 
 /// Nothing but what this server sends is loaded, run or asked: no other host, and no script inside of the page.
 const POLICY: &str = "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src data:; \
@@ -28,13 +28,13 @@ const FILES: &[(&str, &str, &str)] = &[
     ("format.js", SCRIPT, include_str!("format.js")),
 ];
 
-/// The page for people: what the server does, live.
+/// The page for people: the state of the server, live.
 #[utoipa::path(get, path = "/", responses((status = 200, content_type = "text/html", body = String)))]
 pub(super) async fn page() -> Response {
     file(HTML, include_str!("page.html"))
 }
 
-/// A file that the page is made of.
+/// A file of the page.
 #[utoipa::path(get, path = "/page/{file}", params(("file" = String, Path, description = "name of the file")), responses(
     (status = 200, description = "the file", content_type = "text/javascript", body = String),
     (status = 404, body = ErrorBody),
@@ -45,7 +45,7 @@ pub(super) async fn part(name: Result<Path<String>, PathRejection>) -> Result<Re
     Ok(file(kind, text))
 }
 
-/// A file of the page. A browser asks for it anew each time, so that a newer server's page never runs with older files.
+/// A file of the page. A browser requests it each time, so that a newer server's page never runs with older files.
 fn file(kind: &'static str, text: &'static str) -> Response {
     let headers = [
         (CONTENT_TYPE, kind),

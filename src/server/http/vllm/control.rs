@@ -1,4 +1,4 @@
-//! Pause, sleep, wake, caches and aborts, as vLLM orders them: with the arguments in the query, and its defaults.
+//! Pause, sleep, wake, caches and aborts as in vLLM: with the arguments in the query, and its defaults.
 
 use axum::Json;
 use axum::extract::State;
@@ -8,25 +8,22 @@ use utoipa::ToSchema;
 
 use crate::engine::{AbortTarget, Command, DrainMode, LifecycleStatus, SleepLevel, WakeTags};
 use crate::server::calls::ask;
-use crate::server::http::Door;
-use crate::server::http::body::JsonBody;
-use crate::server::http::error::{ErrorBody, HttpError};
-use crate::server::http::query::Query;
+use crate::server::http::{AppState, ErrorBody, HttpError, JsonBody, Query};
 use crate::server::security::Caller;
-use crate::server::{convert, orders, pb};
+use crate::server::{convert, lifecycle, pb};
 
-/// What happens to running requests; the first is the default, as vLLM's is.
+/// The fate of running requests; the first is the default, as in vLLM.
 const MODES: [(&str, DrainMode); 3] =
     [("abort", DrainMode::Abort), ("wait", DrainMode::Wait), ("keep", DrainMode::Keep)];
 
-/// An order that was carried out.
+/// The command was executed.
 #[derive(Serialize, ToSchema)]
 pub(super) struct Done {
     status: &'static str,
 }
 
-/// Pauses: nothing steps, and requests wait until `/resume`. Answered when the requests that run have ended, or stand
-/// still.
+/// Pauses: no step runs, and requests wait until `/resume`. Answered when the running requests have ended, or are
+/// frozen.
 #[utoipa::path(post, path = "/pause",
     params(
         ("mode" = Option<String>, Query, pattern = "^(abort|wait|keep)$", description = "what happens to running requests: `abort` (the default) ends \
@@ -39,11 +36,11 @@ pub(super) struct Done {
         (status = 409, description = "asleep, without weights, or called off by `/resume`", body = ErrorBody),
     ),
 )]
-pub(super) async fn pause(State(door): State<Door>, query: Query) -> Result<Response, HttpError> {
+pub(super) async fn pause(State(app): State<AppState>, query: Query) -> Result<Response, HttpError> {
     let (mode, clear) = (query.choice("mode", &MODES)?, query.flag("clear_cache", true)?);
-    orders::pause(&door.gate, mode).await?;
+    lifecycle::pause(&app.server, mode).await?;
     if clear && mode != DrainMode::Keep {
-        orders::reset_prefix_cache(&door.gate).await?;
+        lifecycle::reset_prefix_cache(&app.server).await?;
     }
     Ok(query.ignored(&["mode", "clear_cache"]).name_in(Json(Done { status: "paused" })))
 }
@@ -53,8 +50,8 @@ pub(super) async fn pause(State(door): State<Door>, query: Query) -> Result<Resp
     (status = 200, body = Done),
     (status = 409, description = "asleep, or without weights", body = ErrorBody),
 ))]
-pub(super) async fn resume(State(door): State<Door>, query: Query) -> Result<Response, HttpError> {
-    orders::resume(&door.gate).await?;
+pub(super) async fn resume(State(app): State<AppState>, query: Query) -> Result<Response, HttpError> {
+    lifecycle::resume(&app.server).await?;
     Ok(query.ignored(&[]).name_in(Json(Done { status: "resumed" })))
 }
 
@@ -79,23 +76,23 @@ pub(super) struct Asleep {
         (status = 409, description = "a push is open, or the state forbids it", body = ErrorBody),
     ),
 )]
-pub(super) async fn sleep(State(door): State<Door>, query: Query) -> Result<Response, HttpError> {
+pub(super) async fn sleep(State(app): State<AppState>, query: Query) -> Result<Response, HttpError> {
     const LEVELS: [(&str, u8); 3] = [("1", 1), ("0", 0), ("2", 2)];
     let (level, mode) = (query.choice("level", &LEVELS)?, query.choice("mode", &MODES)?);
     match level {
-        0 => orders::pause(&door.gate, mode).await?,
-        1 => _ = orders::sleep(&door.gate, SleepLevel::One, mode).await?,
-        _ => _ = orders::sleep(&door.gate, SleepLevel::Two, mode).await?,
+        0 => lifecycle::pause(&app.server, mode).await?,
+        1 => _ = lifecycle::sleep(&app.server, SleepLevel::One, mode).await?,
+        _ => _ = lifecycle::sleep(&app.server, SleepLevel::Two, mode).await?,
     }
     Ok(query.ignored(&["level", "mode"]).name_in(Json(Asleep { status: "sleeping", level })))
 }
 
-/// What is awake now.
+/// The parts that are awake now.
 #[derive(Serialize, ToSchema)]
 pub(super) struct Awake {
     /// `awake`, or `sleeping` while some memory is still given back.
     status: &'static str,
-    /// The tags that were asked for; null for all.
+    /// The requested tags; null for all.
     tags: Option<Vec<&'static str>>,
 }
 
@@ -113,7 +110,7 @@ pub(super) struct Awake {
         (status = 429, description = "no room under the memory ceiling", body = ErrorBody),
     ),
 )]
-pub(super) async fn wake_up(State(door): State<Door>, query: Query) -> Result<Response, HttpError> {
+pub(super) async fn wake_up(State(app): State<AppState>, query: Query) -> Result<Response, HttpError> {
     const TAGS: [(&str, WakeTags); 3] = [
         ("weights", WakeTags { weights: true, kv_cache: false }),
         ("kv_cache", WakeTags { weights: false, kv_cache: true }),
@@ -138,9 +135,9 @@ pub(super) async fn wake_up(State(door): State<Door>, query: Query) -> Result<Re
     if reload && !tags.weights {
         return Err(HttpError::invalid("query.reload", "reads the weights again; name weights among the tags"));
     }
-    let status = orders::wake(&door.gate, tags, reload).await?;
+    let status = lifecycle::wake(&app.server, tags, reload).await?;
     if status == LifecycleStatus::Paused {
-        orders::resume(&door.gate).await?;
+        lifecycle::resume(&app.server).await?;
     }
     let status = if matches!(status, LifecycleStatus::Asleep { .. }) { "sleeping" } else { "awake" };
     let awake = Awake { status, tags: (!named.is_empty()).then_some(named) };
@@ -157,9 +154,9 @@ pub(super) struct Reset {
 /// Forgets cached prefixes, except what running requests hold. Not needed after a push: the prefixes of an old policy
 /// are never found again.
 #[utoipa::path(post, path = "/reset_prefix_cache", responses((status = 200, body = Reset)))]
-pub(super) async fn reset_prefix_cache(State(door): State<Door>, query: Query) -> Result<Response, HttpError> {
-    orders::reset_prefix_cache(&door.gate).await?;
-    let context = door.gate.look()?;
+pub(super) async fn reset_prefix_cache(State(app): State<AppState>, query: Query) -> Result<Response, HttpError> {
+    lifecycle::reset_prefix_cache(&app.server).await?;
+    let context = app.server.context()?;
     let stats = ask(&context.engine, |reply| Command::Status { reply }).await?.stats;
     Ok(query.ignored(&[]).name_in(Json(Reset { success: stats.free_blocks == stats.total_blocks })))
 }
@@ -176,7 +173,7 @@ pub(super) async fn reset_encoder_cache(query: Query) -> Response {
     query.ignored(&[]).name_in(())
 }
 
-/// The requests that shall end.
+/// The requests to abort.
 #[derive(Deserialize, ToSchema)]
 pub(super) struct Abort {
     /// Ids as they were given, or as the answers have them. Empty or absent: all.
@@ -197,12 +194,12 @@ pub(super) struct Aborted {
     (status = 200, body = Aborted),
     (status = 400, body = ErrorBody),
 ))]
-pub(super) async fn abort_requests(State(door): State<Door>, body: JsonBody<Abort>) -> Result<Response, HttpError> {
-    let aborted = abort(&door, body.caller, body.value.request_ids.unwrap_or_default()).await?;
+pub(super) async fn abort_requests(State(app): State<AppState>, body: JsonBody<Abort>) -> Result<Response, HttpError> {
+    let aborted = abort(&app, body.caller, body.value.request_ids.unwrap_or_default()).await?;
     Ok(body.ignored.name_in(Json(Aborted { status: "aborted", aborted })))
 }
 
-/// The requests that shall end.
+/// The requests to abort.
 #[derive(Deserialize, ToSchema)]
 pub(super) struct AbortById {
     /// Ids as they were given, or as the answers have them.
@@ -215,23 +212,23 @@ pub(super) struct AbortById {
     (status = 400, body = ErrorBody),
 ))]
 pub(super) async fn abort_requests_by_id(
-    State(door): State<Door>,
+    State(app): State<AppState>,
     body: JsonBody<AbortById>,
 ) -> Result<Response, HttpError> {
     let ids = body.value.request_ids;
     if !ids.is_empty() {
-        abort(&door, body.caller, ids).await?;
+        abort(&app, body.caller, ids).await?;
     }
     Ok(body.ignored.name_in(().into_response()))
 }
 
-/// What the ids in answers begin with, before the request's own id.
+/// Prefixes of the ids in answers, before the request's own id.
 const PREFIXES: [&str; 3] = ["cmpl-", "chatcmpl-", "generate-tokens-"];
 
-/// Ends the requests named by `ids`, or all if there are none, as far as they are the caller's to end. An id is the
+/// Aborts the requests named by `ids`, or all if there are none, as far as the caller may. An id is the
 /// request's own, or the one in its answer. Returns how many have ended.
-async fn abort(door: &Door, caller: Caller, ids: Vec<String>) -> Result<usize, HttpError> {
-    let context = door.gate.look()?;
+async fn abort(app: &AppState, caller: Caller, ids: Vec<String>) -> Result<usize, HttpError> {
+    let context = app.server.context()?;
     let (engine, owner) = (&context.engine, caller.limited_to);
     let target = convert::abort(pb::AbortRequest { all: ids.is_empty(), request_ids: ids })?;
     let reply = ask(engine, |reply| Command::Abort { target, owner, reply }).await?;

@@ -12,18 +12,14 @@ use utoipa::ToSchema;
 use crate::engine::{AdapterStatus, Command, UpdateSender};
 use crate::error::Error;
 use crate::server::calls::{CancelOnDrop, ask, reply_channel};
-use crate::server::context::ServingContext;
-use crate::server::http::Door;
-use crate::server::http::body::JsonBody;
-use crate::server::http::error::{ErrorBody, HttpError};
-use crate::server::http::listener::Peer;
+use crate::server::http::{AppState, ErrorBody, HttpError, JsonBody, Peer};
 use crate::server::pushes::{PushThread, transact};
-use crate::server::{convert, pb};
+use crate::server::{ServingContext, convert, pb};
 
-/// An adapter that shall become resident.
+/// The adapter to load.
 #[derive(Deserialize, ToSchema)]
 pub(super) struct LoadAdapter {
-    /// The `model` of requests that shall use it.
+    /// The `model` of requests that use it.
     #[schema(min_length = 1)]
     lora_name: String,
     /// A directory below `--weights-dir` with `adapter_config.json` and `adapter_model.safetensors`: relative to it, or
@@ -46,7 +42,7 @@ pub(super) struct LoadAdapter {
     (status = 429, description = "no free slot, or no room under the memory ceiling", body = ErrorBody),
 ))]
 pub(super) async fn load(
-    State(door): State<Door>,
+    State(app): State<AppState>,
     Extension(peer): Extension<Peer>,
     body: JsonBody<LoadAdapter>,
 ) -> Result<Response, HttpError> {
@@ -54,10 +50,10 @@ pub(super) async fn load(
     if name.is_empty() || path.is_empty() {
         return Err(wrong("Both 'lora_name' and 'lora_path' must be provided."));
     }
-    let context = door.gate.look()?;
+    let context = app.server.context()?;
     check_name(&context, &name)?;
-    // The engine takes one update at a time, so loads wait for each other instead of being refused.
-    let _turn = door.loads.acquire().await.map_err(|e| Error::Internal(e.to_string()))?;
+    // The engine takes one update at a time, so loads wait for each other instead of being rejected.
+    let _turn = app.loads.acquire().await.map_err(|e| Error::Internal(e.to_string()))?;
     if !load_inplace && is_resident(&context, &name).await? {
         return Err(taken(&name));
     }
@@ -72,40 +68,40 @@ pub(super) async fn load(
     let receive = |context: Arc<ServingContext>, sender: UpdateSender, noted| async move {
         PushThread::open(&context, header, tensors, sender, noted).await?.finish().await
     };
-    match transact(&door.gate, peer.0, receive).await {
+    match transact(&app.server, peer.0, receive).await {
         Ok(_) => Ok(body.ignored.name_in(format!("Success: LoRA adapter '{name}' added successfully."))),
-        // Somebody has taken the name over gRPC meanwhile.
+        // A gRPC client has taken the name meanwhile.
         Err(Error::VersionConflict(_)) if !load_inplace && is_resident(&context, &name).await? => Err(taken(&name)),
         Err(error) => Err(explain(error, &name, &path)),
     }
 }
 
-/// An adapter that shall go.
+/// The adapter to remove.
 #[derive(Deserialize, ToSchema)]
 pub(super) struct UnloadAdapter {
     #[schema(min_length = 1)]
     lora_name: String,
 }
 
-/// Takes an adapter's name away. Answered at once: requests that use it go on to their end, when its memory is free.
+/// Takes an adapter's name away. Answered at once: requests that use it run to their end, when its memory is freed.
 #[utoipa::path(post, path = "/v1/unload_lora_adapter", request_body = UnloadAdapter, responses(
     (status = 200, description = "no request can name it any more", body = String, content_type = "text/plain"),
     (status = 400, body = ErrorBody),
     (status = 404, description = "no adapter has that name", body = ErrorBody),
 ))]
-pub(super) async fn unload(State(door): State<Door>, body: JsonBody<UnloadAdapter>) -> Result<Response, HttpError> {
+pub(super) async fn unload(State(app): State<AppState>, body: JsonBody<UnloadAdapter>) -> Result<Response, HttpError> {
     let name = body.value.lora_name;
     if name.is_empty() {
         return Err(wrong("'lora_name' needs to be provided to unload a LoRA adapter."));
     }
     let removed = convert::adapter_name(name.clone()).map_err(|error| explain(error, &name, ""))?;
-    let (context, _running) = door.gate.admit()?;
+    let (context, _in_flight) = app.server.admit()?;
     let cancel = CancelOnDrop::new(&context.engine);
     let (reply, mut refused) = reply_channel();
     let remove =
         Command::RemoveAdapter { name: removed, expected_generation: None, cancel: cancel.flag.clone(), reply };
     context.engine.send(remove)?;
-    // Commands are carried out in their order. Once this one is answered, the removal has begun or was refused.
+    // Commands are executed in their order. Once this one is answered, the removal has begun or was rejected.
     ask(&context.engine, |reply| Command::ListAdapters { reply }).await?;
     match refused.try_recv() {
         Ok(Err(Error::NotFound(_))) => {
@@ -124,7 +120,7 @@ fn check_name(context: &ServingContext, name: &str) -> Result<(), HttpError> {
     }
     if context.info.max_adapters == 0 {
         return Err(wrong(
-            "This server keeps no adapters, because its --max-adapters is 0. Start it with as many as shall be \
+            "This server keeps no adapters, because its --max-adapters is 0. Start it with as many as are to be \
              resident at once; TRL's AsyncGRPOTrainer needs max_staleness + 2",
         ));
     }
@@ -148,7 +144,7 @@ fn wrong(message: &str) -> HttpError {
     HttpError::new(StatusCode::BAD_REQUEST, "InvalidUserInput", None, message)
 }
 
-/// The error of a push, in the words of this route.
+/// The error of a push, with the members of this route.
 fn explain(error: Error, name: &str, path: &str) -> HttpError {
     match error {
         Error::InvalidArgument { field, message } => {

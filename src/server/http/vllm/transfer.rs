@@ -5,6 +5,8 @@ use axum::extract::{FromRequest as _, Request, State};
 use axum::http::StatusCode;
 use axum::response::Response;
 use axum::{Extension, Json};
+use base64::Engine as _;
+use base64::prelude::BASE64_STANDARD;
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 use utoipa::ToSchema;
@@ -13,19 +15,12 @@ use super::weights::version_of;
 use crate::comm::{RankRange, Rendezvous};
 use crate::error::{Error, shown};
 use crate::memory::Charge;
-use crate::server::http::Door;
-use crate::server::http::body::{Ignored, JsonBody};
-use crate::server::http::error::{ErrorBody, HttpError};
-use crate::server::http::listener::Peer;
-use crate::server::http::query::{Query, has_body};
-use crate::server::transfer::{Announced, Packing, dtype};
+use crate::server::http::{AppState, ErrorBody, HttpError, Ignored, JsonBody, Peer, Query, has_body};
+use crate::server::transfer::{BroadcastTensors, Packing, TransferCommand, dtype};
 use crate::weights::TensorEntry;
 
 /// Bytes of a group's id.
 const ID_BYTES: usize = 128;
-/// The id in base64.
-const ID_TEXT_BYTES: usize = ID_BYTES.div_ceil(3) * 4;
-
 /// The group to join.
 #[derive(Deserialize, ToSchema)]
 pub(super) struct Init {
@@ -90,7 +85,7 @@ pub(super) struct Finish {
     weight_version: Option<String>,
 }
 
-/// What was done.
+/// The command was executed.
 #[derive(Serialize, ToSchema)]
 pub(super) struct Transferred {
     message: &'static str,
@@ -106,20 +101,20 @@ pub(super) struct Transferred {
     (status = 501, description = "no trainer can broadcast to the server's device", body = ErrorBody),
 ))]
 pub(super) async fn init_weight_transfer_engine(
-    State(door): State<Door>,
+    State(app): State<AppState>,
     request: Request,
 ) -> Result<Response, HttpError> {
-    let JsonBody { value: Init { init_info }, ignored, .. } = body(&door, request).await?;
+    let JsonBody { value: Init { init_info }, ignored, .. } = body(&app, request).await?;
     let meeting = meeting(&init_info)?;
     let places = RankRange { first: init_info.rank_offset, world: init_info.world_size };
     let packing = Packing { packed: init_info.packed, buffer_bytes: init_info.packed_buffer_size_bytes };
-    // Before the order, which ends the push that is open and leaves the group that there is.
-    door.gate.look()?.trainers.check(places)?;
-    door.transfers.join(meeting, places, packing).await?;
+    // Checked before the command, which ends the open push and leaves the current group.
+    app.server.context()?.trainers.check(places)?;
+    app.transfers.execute(TransferCommand::Join(meeting, places, packing)).await?;
     Ok(done(&ignored, "Weight transfer initialized"))
 }
 
-/// Begins a push of every parameter. What serves does not change before its end.
+/// Begins a push of every parameter. The serving policy does not change before its end.
 #[utoipa::path(post, path = "/start_weight_update", responses(
     (status = 200, body = Transferred),
     (status = 409, description = "no trainer has joined, another push is under way, or the state forbids it",
@@ -128,18 +123,18 @@ pub(super) async fn init_weight_transfer_engine(
     (status = 501, description = "no trainer can broadcast to the server's device", body = ErrorBody),
 ))]
 pub(super) async fn start_weight_update(
-    State(door): State<Door>,
+    State(app): State<AppState>,
     Extension(peer): Extension<Peer>,
     query: Query,
 ) -> Result<Response, HttpError> {
-    check_device(&door, "/start_weight_update")?;
-    door.transfers.begin(peer.0).await?;
+    check_device(&app, "/start_weight_update")?;
+    app.transfers.execute(TransferCommand::Begin(peer.0)).await?;
     Ok(done(&query.ignored(&[]), "Weight update started"))
 }
 
-/// Receives tensors of the push that was begun; answers when the trainer has broadcast all of them. Tensors that are
-/// refused are received all the same, so that the trainer comes to the end of its broadcasts. Where the call cannot be
-/// read, the group is left.
+/// Receives tensors of the push that was begun; answers when the trainer has broadcast all of them. Rejected
+/// tensors are received all the same, so that the trainer gets to the end of its broadcasts. If the body of the call is
+/// invalid, the server leaves the group.
 #[utoipa::path(post, path = "/update_weights", request_body = Update, responses(
     (status = 200, body = Transferred),
     (status = 400, description = "a tensor that the model does not have so; the push is dropped. A member that is \
@@ -151,44 +146,44 @@ pub(super) async fn start_weight_update(
         body = ErrorBody),
     (status = 501, description = "no trainer can broadcast to the server's device", body = ErrorBody),
 ))]
-pub(super) async fn update_weights(State(door): State<Door>, request: Request) -> Result<Response, HttpError> {
-    let announcement = door.transfers.announcement();
-    let (announced, ignored, charge) = match read(&door, request).await {
+pub(super) async fn update_weights(State(app): State<AppState>, request: Request) -> Result<Response, HttpError> {
+    let update_call = app.transfers.update_call();
+    let (announced, ignored, charge) = match read(&app, request).await {
         Ok(read) => read,
         Err(refused) => {
-            announcement.refuse(refused.message()).await?;
+            update_call.abandon(refused.message()).await?;
             return Err(refused);
         }
     };
-    announcement.receive(announced).await?;
+    update_call.receive(announced).await?;
     drop(charge);
     Ok(done(&ignored, "Weights updated"))
 }
 
-/// What a call announces, what of it has had no effect, and what covers its tensors.
-async fn read(door: &Door, request: Request) -> Result<(Announced, Ignored, Charge), HttpError> {
-    let JsonBody { value: Update { update_info }, ignored, charge, .. } = body(door, request).await?;
+/// The tensors that a call announces, its ignored members, and the charge that covers the tensors.
+async fn read(app: &AppState, request: Request) -> Result<(BroadcastTensors, Ignored, Charge), HttpError> {
+    let JsonBody { value: Update { update_info }, ignored, charge, .. } = body(app, request).await?;
     Ok((announced(update_info)?, ignored, charge))
 }
 
-/// Ends the push: all its parameters serve from the next step on, or it is refused and nothing has changed.
+/// Ends the push: all its parameters serve from the next step on, or it is rejected and nothing has changed.
 #[utoipa::path(post, path = "/finish_weight_update", request_body = Option<Finish>, responses(
     (status = 200, body = Transferred),
     (status = 400, description = "parameters are missing; nothing has changed", body = ErrorBody),
     (status = 409, description = "no push was begun, or the version is not above the policy's", body = ErrorBody),
     (status = 501, description = "no trainer can broadcast to the server's device", body = ErrorBody),
 ))]
-pub(super) async fn finish_weight_update(State(door): State<Door>, request: Request) -> Result<Response, HttpError> {
+pub(super) async fn finish_weight_update(State(app): State<AppState>, request: Request) -> Result<Response, HttpError> {
     let (finish, ignored) = if has_body(request.headers()) {
-        let JsonBody { value, ignored, .. } = body(&door, request).await?;
+        let JsonBody { value, ignored, .. } = body(&app, request).await?;
         (value, ignored)
     } else {
-        check_device(&door, request.uri().path())?;
+        check_device(&app, request.uri().path())?;
         Default::default()
     };
     let Finish { weight_version } = finish;
     let version = weight_version.map(|text| version_of("weight_version", &text)).transpose()?;
-    door.transfers.finish(version).await?;
+    app.transfers.execute(TransferCommand::Finish(version)).await?;
     Ok(done(&ignored, "Weight update finished"))
 }
 
@@ -198,11 +193,11 @@ pub(super) async fn finish_weight_update(State(door): State<Door>, request: Requ
     (status = 501, description = "no trainer can broadcast to the server's device", body = ErrorBody),
 ))]
 pub(super) async fn shutdown_weight_transfer_engine(
-    State(door): State<Door>,
+    State(app): State<AppState>,
     query: Query,
 ) -> Result<Response, HttpError> {
-    check_device(&door, "/shutdown_weight_transfer_engine")?;
-    door.transfers.leave().await?;
+    check_device(&app, "/shutdown_weight_transfer_engine")?;
+    app.transfers.execute(TransferCommand::Leave).await?;
     Ok(done(&query.ignored(&[]), "Weight transfer shut down"))
 }
 
@@ -210,19 +205,22 @@ fn done(ignored: &Ignored, message: &'static str) -> Response {
     ignored.name_in(Json(Transferred { message }))
 }
 
-/// The body, after a look whether there is any use for it.
-async fn body<T: DeserializeOwned + Send + 'static>(door: &Door, request: Request) -> Result<JsonBody<T>, HttpError> {
-    if let Err(refused) = check_device(door, request.uri().path()) {
+/// The body, if trainers can broadcast to the device.
+async fn body<T: DeserializeOwned + Send + 'static>(
+    app: &AppState,
+    request: Request,
+) -> Result<JsonBody<T>, HttpError> {
+    if let Err(refused) = check_device(app, request.uri().path()) {
         // Receives the body first, so that its connection can be used again.
-        Query::from_request(request, door).await?;
+        Query::from_request(request, app).await?;
         return Err(refused);
     }
-    JsonBody::from_request(request, door).await
+    JsonBody::from_request(request, app).await
 }
 
 /// Whether trainers can broadcast to the device.
-fn check_device(door: &Door, path: &str) -> Result<(), HttpError> {
-    let context = door.gate.look()?;
+fn check_device(app: &AppState, path: &str) -> Result<(), HttpError> {
+    let context = app.server.context()?;
     if context.trainers.library().is_some() {
         return Ok(());
     }
@@ -254,25 +252,10 @@ fn meeting(info: &InitInfo) -> Result<Rendezvous, Error> {
 
 /// The bytes of an id in base64, as RFC 4648 has it.
 fn id(text: &str) -> Option<[u8; ID_BYTES]> {
-    let value = |letter: u8| match letter {
-        b'A'..=b'Z' => Some(letter - b'A'),
-        b'a'..=b'z' => Some(letter - b'a' + 26),
-        b'0'..=b'9' => Some(letter - b'0' + 52),
-        b'+' => Some(62),
-        b'/' => Some(63),
-        _ => None,
-    };
-    let text = text.strip_suffix('=').filter(|text| text.len() == ID_TEXT_BYTES - 1)?;
-    let mut id = [0; ID_BYTES];
-    for (bytes, letters) in id.chunks_mut(3).zip(text.as_bytes().chunks(4)) {
-        let mut bits = letters.iter().try_fold(0u32, |bits, &letter| Some(bits << 6 | u32::from(value(letter)?)))?;
-        bits <<= 6 * (4 - letters.len());
-        bytes.copy_from_slice(&bits.to_be_bytes()[1..=bytes.len()]);
-    }
-    Some(id)
+    BASE64_STANDARD.decode(text).ok()?.try_into().ok()
 }
 
-fn announced(info: UpdateInfo) -> Result<Announced, Error> {
+fn announced(info: UpdateInfo) -> Result<BroadcastTensors, Error> {
     let UpdateInfo { names, dtype_names, shapes, packed, packed_buffer_size_bytes } = info;
     for (field, count) in [("dtype_names", dtype_names.len()), ("shapes", shapes.len())] {
         if count != names.len() {
@@ -285,7 +268,7 @@ fn announced(info: UpdateInfo) -> Result<Announced, Error> {
         Ok(TensorEntry { name, dtype, shape, digest: None, payload: None, offset: 0, allocation: None })
     });
     let packing = Packing { packed, buffer_bytes: packed_buffer_size_bytes };
-    Ok(Announced { tensors: tensors.collect::<Result<_, Error>>()?, packing })
+    Ok(BroadcastTensors { tensors: tensors.collect::<Result<_, Error>>()?, packing })
 }
 
 #[cfg(test)]

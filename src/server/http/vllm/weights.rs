@@ -11,10 +11,8 @@ use utoipa::ToSchema;
 
 use crate::engine::Command;
 use crate::error::shown;
-use crate::server::calls::{CancelOnDrop, ask};
-use crate::server::http::Door;
-use crate::server::http::body::JsonBody;
-use crate::server::http::error::{ErrorBody, HttpError};
+use crate::server::calls::{ask, ask_cancellable};
+use crate::server::http::{AppState, ErrorBody, HttpError, JsonBody};
 use crate::types::WeightVersion;
 
 /// A version for the policy that serves.
@@ -43,11 +41,11 @@ pub(super) struct Versioned {
     (status = 409, description = "there is no policy, or the version is not above its own", body = ErrorBody),
 ))]
 pub(super) async fn update_weight_version(
-    State(door): State<Door>,
+    State(app): State<AppState>,
     body: JsonBody<NewVersion>,
 ) -> Result<Response, HttpError> {
     let version = version_of("new_version", &body.value.new_version)?;
-    let (context, _running) = door.gate.admit()?;
+    let (context, _in_flight) = app.server.admit()?;
     let force = body.value.force_version.unwrap_or(false);
     ask(&context.engine, |reply| Command::SetVersion { version, force, reply }).await??;
     Ok(body.ignored.name_in(Json(Versioned { success: true, new_version: body.value.new_version })))
@@ -65,7 +63,7 @@ pub(super) fn version_of(name: &str, given: &str) -> Result<WeightVersion, HttpE
     })
 }
 
-/// What to do with checksums.
+/// The action to take.
 #[derive(Deserialize, ToSchema)]
 pub(super) struct Check {
     action: Action,
@@ -97,14 +95,14 @@ pub(super) enum Checked {
     },
 }
 
-/// SHA-256 of the parameters that serve, or their comparison with those of before. Generation goes on meanwhile.
+/// SHA-256 of the parameters that serve, or their comparison with those of before. Generation continues meanwhile.
 #[utoipa::path(post, path = "/weight_checker", request_body = Check, responses(
     (status = 200, body = Checked),
     (status = 400, body = ErrorBody),
     (status = 409, description = "the weights are asleep or missing", body = ErrorBody),
     (status = 501, description = "`reset`", body = ErrorBody),
 ))]
-pub(super) async fn weight_checker(State(door): State<Door>, body: JsonBody<Check>) -> Result<Response, HttpError> {
+pub(super) async fn weight_checker(State(app): State<AppState>, body: JsonBody<Check>) -> Result<Response, HttpError> {
     let Check { action, baseline } = body.value;
     let baseline = match (action, baseline) {
         (Action::Reset, _) => return Err(no_reset()),
@@ -115,10 +113,9 @@ pub(super) async fn weight_checker(State(door): State<Door>, body: JsonBody<Chec
         (Action::Compare, baseline) => baseline,
         (Action::Checksum, _) => None,
     };
-    let context = door.gate.look()?;
-    let guard = CancelOnDrop::new(&context.engine);
-    let cancel = guard.flag.clone();
-    let reply = ask(&context.engine, |reply| Command::Checksum { names: Vec::new(), cancel, reply }).await??;
+    let context = app.server.context()?;
+    let checksum = |cancel, reply| Command::Checksum { names: Vec::new(), cancel, reply };
+    let reply = ask_cancellable(&context.engine, checksum).await??;
     let checksums: BTreeMap<_, _> = reply.parameters.into_iter().map(|(name, sha256)| (name, hex(&sha256))).collect();
     let checked = match baseline {
         None => Checked::Checksums { checksums },

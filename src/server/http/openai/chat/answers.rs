@@ -1,16 +1,15 @@
-//! What an answer to a chat is made of.
+//! The JSON of answers to a chat.
 
 use serde::Serialize;
 use serde_json::value::RawValue;
 use utoipa::ToSchema;
 
+use crate::server::http::openai::answers::{Null, StopReason, Usage, VersionSpan};
 use crate::server::http::openai::logprobs::{ChatLogprobs, PromptLogprobs};
-use crate::server::http::openai::report::{StopReason, VersionSpan};
-use crate::server::http::openai::usage::{Unused, Usage};
 use crate::types::TokenId;
 
 /// The samples of a chat.
-#[derive(Serialize, ToSchema)]
+#[derive(Default, Serialize, ToSchema)]
 pub(in crate::server::http) struct ChatAnswer<'a> {
     pub(super) id: &'a str,
     pub(super) object: &'static str,
@@ -18,49 +17,46 @@ pub(in crate::server::http) struct ChatAnswer<'a> {
     pub(super) model: &'a str,
     #[schema(value_type = Vec<Choice>)]
     pub(super) choices: Vec<Box<RawValue>>,
-    pub(super) service_tier: Option<String>,
+    pub(super) service_tier: Null,
     pub(super) system_fingerprint: &'a str,
     pub(super) usage: Usage,
     pub(super) prompt_logprobs: Option<&'a PromptLogprobs>,
     pub(super) prompt_token_ids: Option<&'a [TokenId]>,
-    /// Always null; vLLM's clients read it.
-    pub(super) prompt_text: Option<String>,
-    #[serde(flatten)]
-    pub(super) unused: Unused,
+    pub(super) prompt_text: Null,
+    pub(super) kv_transfer_params: Null,
+    pub(super) ec_transfer_params: Null,
+    pub(super) metrics: Null,
 }
 
 /// One sample.
-#[derive(Serialize, ToSchema)]
+#[derive(Default, Serialize, ToSchema)]
 pub(super) struct Choice<'a> {
     pub(super) index: usize,
     pub(super) message: Message<'a>,
     pub(super) logprobs: Option<ChatLogprobs>,
-    /// `stop`, `length`, `tool_calls`, or `abort` for a sample that was ended by an order.
+    /// `stop`, `length`, `tool_calls`, or `abort` for a sample that was aborted.
     pub(super) finish_reason: &'static str,
     /// The stop string or stop token that ended the sample.
     pub(super) stop_reason: Option<StopReason>,
     pub(super) token_ids: Option<Vec<TokenId>>,
-    /// Always null; vLLM's clients read it.
-    #[schema(value_type = Option<String>)]
-    pub(super) routed_experts: Option<()>,
+    pub(super) routed_experts: Null,
     #[serde(skip_serializing_if = "Option::is_none")]
     pub(super) weight_versions: Option<Vec<VersionSpan>>,
 }
 
-/// What the model has answered.
-#[derive(Serialize, ToSchema)]
+/// The model's answer.
+#[derive(Default, Serialize, ToSchema)]
 pub(super) struct Message<'a> {
     pub(super) role: &'a str,
     /// Null if there is nothing but tool calls.
     pub(super) content: Option<String>,
-    /// This member and those below that are always null are read by OpenAI's and vLLM's clients.
-    pub(super) refusal: Option<String>,
-    pub(super) annotations: Option<String>,
-    pub(super) audio: Option<String>,
-    pub(super) function_call: Option<String>,
+    pub(super) refusal: Null,
+    pub(super) annotations: Null,
+    pub(super) audio: Null,
+    pub(super) function_call: Null,
     #[serde(skip_serializing_if = "Vec::is_empty")]
     pub(super) tool_calls: Vec<Call>,
-    pub(super) reasoning: Option<String>,
+    pub(super) reasoning: Null,
 }
 
 /// A call of a tool, or in a stream a part of one.
@@ -87,7 +83,7 @@ pub(super) struct Function {
     pub(super) arguments: Option<String>,
 }
 
-/// What an event adds to one sample.
+/// The part of a sample in one event.
 #[derive(Serialize, Default)]
 pub(super) struct ChunkChoice<'a> {
     pub(super) index: usize,
@@ -104,7 +100,7 @@ pub(super) struct ChunkChoice<'a> {
     pub(super) weight_versions: Option<Vec<VersionSpan>>,
 }
 
-/// What is new in the message.
+/// The new part of the message.
 #[derive(Serialize, Default)]
 pub(super) struct Delta<'a> {
     #[serde(skip_serializing_if = "Option::is_none")]

@@ -1,4 +1,4 @@
-//! `/v1/chat/completions`: the model's answers to a chat, with calls of tools found in them.
+//! `/v1/chat/completions`: the model's answers to a chat, and the tool calls in them.
 
 mod answers;
 mod prompt;
@@ -11,30 +11,28 @@ use std::fmt;
 use axum::extract::State;
 use axum::http::HeaderMap;
 use axum::response::Response;
-use serde::de::{self, Deserialize, Deserializer, MapAccess, Visitor};
+use serde::de::{self, Deserialize, Deserializer, Visitor};
 use serde_json::value::RawValue;
 use utoipa::ToSchema;
 
-use super::report::Report;
+use super::answers::Report;
 use super::request_id;
-use super::sampling::{Sampling, Unsupported, refuse};
+use super::sampling::{Sampling, UNSUPPORTED};
+use crate::engine::ValidRequest;
 use crate::error::{Error, Result};
-use crate::server::http::Door;
-use crate::server::http::body::JsonBody;
-use crate::server::http::error::{ErrorBody, HttpError};
-use crate::server::http::members::{BodyOf, Members, members};
-use crate::server::http::samples::sample;
+use crate::memory::Traffic;
+use crate::server::http::{AppState, ErrorBody, HttpError, JsonBody, members, sample};
 use crate::server::{ServingContext, pb};
 use crate::text::ToolFormat;
-use tools::Calling;
-use writer::{ChatWriter, Options};
+use tools::ToolCalling;
+use writer::{ChatOptions, ChatWriter};
 
 pub(in crate::server::http) use prompt::ChatPrompt;
 pub(in crate::server::http) use render::*;
 
 members! {
-    /// The members that only a chat has, besides its prompt.
-    pub(in crate::server::http) struct Chat {
+    /// The body.
+    pub(in crate::server::http) struct ChatRequest {
         /// Most tokens of a sample (default: what is left of the context).
         max_tokens: u32,
         /// The same; it wins.
@@ -46,44 +44,23 @@ members! {
         /// Whether the model may call a tool: `auto`, `none`, `required`, or an object that names one (default: auto).
         #[schema(value_type = Option<serde_json::Value>)]
         tool_choice: Box<RawValue>,
-    }
+        ..prompt: ChatPrompt,
+        ..sampling: Sampling,
+    } rejects UNSUPPORTED; rejects UNSUPPORTED_IN_CHATS;
 }
 
-/// The description of the body: its own members, those of the prompt and those of sampling.
-#[derive(ToSchema)]
-#[allow(dead_code, reason = "it is only described; the body is read as groups of members")]
-pub(in crate::server::http) struct ChatRequest {
-    #[serde(flatten)]
-    prompt: ChatPrompt,
-    #[serde(flatten)]
-    own: Chat,
-    #[serde(flatten)]
-    sampling: Sampling,
-}
-
-/// All members of a body that are read.
-pub(in crate::server::http) type Body = (((ChatPrompt, Chat), Sampling), (Unsupported, NotInChats));
-
-/// Members of chats that would change the samples or what is reported, and that this server does not have.
-#[derive(Default)]
-pub(in crate::server::http) struct NotInChats;
-
-impl Members for NotInChats {
-    fn read<'de, A: MapAccess<'de>>(&mut self, name: &str, map: &mut A) -> std::result::Result<bool, A::Error> {
-        const MEMBERS: [&str; 9] = [
-            "audio",
-            "chat_template",
-            "echo",
-            "function_call",
-            "functions",
-            "modalities",
-            "prediction",
-            "reasoning_effort",
-            "web_search_options",
-        ];
-        refuse(&MEMBERS, name, map)
-    }
-}
+/// Members of chats that would change the samples or the report, and that this server does not have.
+const UNSUPPORTED_IN_CHATS: [&str; 9] = [
+    "audio",
+    "chat_template",
+    "echo",
+    "function_call",
+    "functions",
+    "modalities",
+    "prediction",
+    "reasoning_effort",
+    "web_search_options",
+];
 
 /// A boolean, which some clients send as a number.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ToSchema)]
@@ -133,48 +110,51 @@ impl<'de> Deserialize<'de> for Flag {
     )
 )]
 pub(in crate::server::http) async fn chat_completions(
-    State(door): State<Door>,
+    State(app): State<AppState>,
     headers: HeaderMap,
-    body: JsonBody<BodyOf<Body>>,
+    body: JsonBody<ChatRequest>,
 ) -> std::result::Result<Response, HttpError> {
-    sample::<_, ChatWriter>(&door, body, |BodyOf(body), context| message(body, request_id(&headers), context)).await
+    sample(&app, body, |body, context| {
+        let (message, options) = message(body, request_id(&headers), context)?;
+        Ok((message, |request: &ValidRequest, traffic: &Traffic| ChatWriter::new(request, options, traffic)))
+    })
+    .await
 }
 
-/// The message that a gRPC client would send for the body, and what its answer is to contain. `id` is the request's
-/// name by its headers.
+/// The message that a gRPC client would send for the body, and the options of its answer. `id` is the request's name by
+/// its headers.
 ///
 /// # Errors
 /// `InvalidArgument` for members whose values only HTTP's bodies can have.
-fn message(body: Body, id: Option<String>, context: &ServingContext) -> Result<(pb::GenerateRequest, Options)> {
-    let (((prompt, own), mut sampling), _) = body;
-    if id.is_some() {
-        sampling.request_id = id;
-    }
+fn message(
+    body: ChatRequest,
+    id: Option<String>,
+    context: &ServingContext,
+) -> Result<(pb::GenerateRequest, ChatOptions)> {
+    let ChatRequest { prompt, mut sampling, .. } = body;
+    sampling.request_id = id.or(sampling.request_id);
     if sampling.truncate_prompt_tokens.is_some() {
         return Err(Error::invalid("truncate_prompt_tokens", "is not supported for a chat; leave messages out"));
     }
-    let report = Report::new(&sampling, context)?;
-    let is_reported = own.logprobs == Some(Flag(true));
-    if own.top_logprobs.is_some_and(|top| top > 0) && !is_reported {
+    let logprobs = (body.logprobs == Some(Flag(true))).then(|| body.top_logprobs.unwrap_or(0));
+    let report = Report::new(&sampling, logprobs, context)?;
+    if body.top_logprobs.is_some_and(|top| top > 0) && logprobs.is_none() {
         return Err(Error::invalid("top_logprobs", "needs logprobs: true"));
     }
     let format = context.model.encoder.as_ref().and_then(|encoder| encoder.tool_format());
-    let (calling, schema) = Calling::new(prompt.tools.as_deref(), own.tool_choice.as_deref(), format)?;
-    let logprobs = is_reported.then(|| own.top_logprobs.unwrap_or(0));
+    let (calling, schema) = ToolCalling::new(prompt.tools.as_deref(), body.tool_choice.as_deref(), format)?;
+    let prompt_logprobs = report.prompt_logprobs.is_some();
+    let top = report.top_logprobs(prompt_logprobs);
     let has_short_ids = format == Some(ToolFormat::Mistral);
-    let options = Options { logprobs, role: prompt.role(), calling, has_short_ids, report };
-    let prompt_logprobs = options.report.prompt_logprobs;
-    // Ranks, which come with log-probabilities of prompts, are computed beside at least one most likely token.
-    let top = logprobs.max(prompt_logprobs).unwrap_or(0).max(u32::from(prompt_logprobs.is_some()));
+    let options = ChatOptions { role: prompt.role(), calling, has_short_ids, report };
     let context_tokens = u32::try_from(context.model.max_model_len).unwrap_or(u32::MAX);
-    let max_tokens = own.max_completion_tokens.or(own.max_tokens).unwrap_or(context_tokens);
+    let max_tokens = body.max_completion_tokens.or(body.max_tokens).unwrap_or(context_tokens);
     let mut message =
         sampling.into_message(vec![prompt.into_message()?], Some(max_tokens), top, &context.info.model)?;
     if let Some(schema) = schema {
         force(&mut message, schema)?;
     }
-    let message = pb::GenerateRequest { prompt_logprobs: prompt_logprobs.is_some(), return_text: true, ..message };
-    Ok((message, options))
+    Ok((pb::GenerateRequest { prompt_logprobs, return_text: true, ..message }, options))
 }
 
 /// Makes the text of all samples follow `schema`, which is that of a call.

@@ -1,4 +1,4 @@
-//! The prompt of a chat: its messages, and what else the model's template shows.
+//! The prompt of a chat: its messages, and everything else that the model's template shows.
 
 use std::fmt;
 use std::marker::PhantomData;
@@ -7,11 +7,11 @@ use serde::de::{Deserialize, Deserializer, SeqAccess, Visitor};
 use serde_json::value::RawValue;
 
 use crate::error::{Error, Result};
-use crate::server::http::members::members;
+use crate::server::http::members;
 use crate::server::pb;
 
 members! {
-    /// The messages, and what else the model's chat template shows.
+    /// The messages, and everything else that the model's chat template shows.
     pub(in crate::server::http) struct ChatPrompt {
         /// Objects with `role`, `content` (text, null, or a list of parts of the type text), and whatever else the
         /// template knows, such as `tool_calls`, `tool_call_id` and `reasoning_content`.
@@ -72,7 +72,7 @@ impl ChatPrompt {
     }
 }
 
-/// A message, of which only the role is read.
+/// The role of a message.
 #[derive(serde::Deserialize)]
 struct Role {
     role: String,
@@ -108,14 +108,13 @@ impl<'de, T: Deserialize<'de>> Deserialize<'de> for Last<T> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::server::http::members::BodyOf;
 
     fn read(body: &str) -> ChatPrompt {
-        serde_json::from_str::<BodyOf<ChatPrompt>>(body).map(|body| body.0).expect("is a body")
+        serde_json::from_str(body).expect("a body")
     }
 
     #[test]
-    fn the_role_is_that_of_who_speaks_next() {
+    fn the_role_is_that_of_the_next_speaker() {
         for (members, role) in [
             ("", "assistant"),
             (r#", "add_generation_prompt": true"#, "assistant"),

@@ -1,4 +1,4 @@
-//! `/v1/chat/completions/render`: the tokens of a chat and how to sample, nothing generated.
+//! `/v1/chat/completions/render`: the tokens of a chat and how to sample, without generating.
 
 use axum::Json;
 use axum::extract::State;
@@ -7,35 +7,32 @@ use axum::response::Response;
 use serde::Serialize;
 use utoipa::ToSchema;
 
-use super::{Body, ChatRequest, message};
+use super::{ChatRequest, message};
 use crate::server::convert;
-use crate::server::http::Door;
-use crate::server::http::body::JsonBody;
-use crate::server::http::error::{ErrorBody, HttpError};
-use crate::server::http::members::BodyOf;
+use crate::server::http::openai::answers::Null;
 use crate::server::http::openai::request_id;
+use crate::server::http::{AppState, ErrorBody, HttpError, JsonBody};
 use crate::server::pb::{self, structured_outputs::Kind};
 use crate::server::requests::off_thread;
 use crate::types::{SamplingParams, TokenId};
 
-/// A chat as token ids: a body for `/inference/v1/generate`. The members that are always null are read by vLLM's
-/// clients.
-#[derive(Serialize, ToSchema)]
+/// A chat as token ids: a body for `/inference/v1/generate`.
+#[derive(Default, Serialize, ToSchema)]
 pub(in crate::server::http) struct Rendered {
     request_id: String,
     token_ids: Vec<TokenId>,
-    token_offsets: Option<String>,
-    features: Option<String>,
-    content_parts: Option<String>,
+    token_offsets: Null,
+    features: Null,
+    content_parts: Null,
     sampling_params: RenderedSampling,
     model: String,
     stream: bool,
-    cache_salt: Option<String>,
+    cache_salt: Null,
     priority: i32,
 }
 
 /// How to sample.
-#[derive(Serialize, ToSchema)]
+#[derive(Default, Serialize, ToSchema)]
 struct RenderedSampling {
     presence_penalty: f32,
     frequency_penalty: f32,
@@ -56,7 +53,7 @@ struct RenderedSampling {
     structured_outputs: Option<RenderedGrammar>,
 }
 
-/// What the text must match.
+/// The grammar of the text.
 #[derive(Serialize, ToSchema)]
 #[serde(rename_all = "snake_case")]
 enum RenderedGrammar {
@@ -99,7 +96,7 @@ impl RenderedSampling {
     }
 }
 
-/// The token ids of a chat, checked as a request that asks for samples of it.
+/// The token ids of a chat, checked like a request for samples of it.
 #[utoipa::path(
     post,
     path = "/v1/chat/completions/render",
@@ -112,14 +109,14 @@ impl RenderedSampling {
     )
 )]
 pub(in crate::server::http) async fn render(
-    State(door): State<Door>,
+    State(app): State<AppState>,
     headers: HeaderMap,
-    body: JsonBody<BodyOf<Body>>,
+    body: JsonBody<ChatRequest>,
 ) -> Result<Response, HttpError> {
-    let context = door.gate.look()?;
-    let JsonBody { value: BodyOf(body), bytes, mut charge, ignored, .. } = body;
+    let context = app.server.context()?;
+    let JsonBody { value: body, bytes, mut charge, ignored, .. } = body;
     let (mut message, options) = message(body, request_id(&headers), &context)?;
-    // Whoever samples compiles it.
+    // Compiled only by a request that samples.
     let grammar = message.sampling.as_mut().and_then(|sampling| sampling.structured_outputs.take());
     let seed = message.sampling.as_ref().and_then(|sampling| sampling.seed).map(u64::cast_signed);
     let model = context.model.clone();
@@ -127,14 +124,10 @@ pub(in crate::server::http) async fn render(
     let rendered = Rendered {
         request_id: format!("chatcmpl-{}", request.request_id),
         token_ids: request.prompts.first().map_or_else(Vec::new, |prompt| prompt.tokens.to_vec()),
-        token_offsets: None,
-        features: None,
-        content_parts: None,
         sampling_params: RenderedSampling::new(&request.params, seed, grammar.and_then(RenderedGrammar::new)),
         model: options.report.model,
         stream: options.report.is_stream,
-        cache_salt: None,
-        priority: 0,
+        ..Rendered::default()
     };
     Ok(ignored.name_in(Json(rendered)))
 }

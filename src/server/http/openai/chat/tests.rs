@@ -7,9 +7,8 @@ use serde_json::json;
 use super::*;
 use crate::memory::Traffic;
 use crate::server::convert::tokens;
-use crate::server::http::body::parse;
 use crate::server::http::heap::peak_of;
-use crate::server::http::weight::parsed_bytes;
+use crate::server::http::request_body::{parse, parsed_bytes};
 use crate::server::security::Caller;
 use crate::server::{ModelFacts, PromptEncoder};
 use crate::text::{ChatTemplate, Tokenizer};
@@ -30,7 +29,7 @@ fn parsing_takes_no_more_than_is_counted_for_it() {
         {
             let body = format!("{{\"{member}\": {text}}}");
             let charge = Traffic::new(1 << 40).charge_always(0);
-            let parsed = || parse::<BodyOf<Body>>(body.as_bytes(), charge, Caller::default()).map(|body| body.value);
+            let parsed = || parse::<ChatRequest>(body.as_bytes(), charge, Caller::default()).map(|body| body.value);
             let (most, _) = peak_of(parsed);
             let counted = parsed_bytes(body.as_bytes());
             assert!(most <= counted + 4096, "{most} bytes of {counted} counted for {member} of {}", &text[..20]);
@@ -50,7 +49,7 @@ fn flags_are_booleans_or_0_and_1() {
     }
 }
 
-/// What a thread holds while a chat becomes token ids is charged before it is held, whatever the template does to it.
+/// The memory that a thread takes to turn a chat into token ids is charged before, whatever the template does.
 #[test]
 fn a_chat_is_charged_at_its_peak() {
     let file = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/fixtures/tokenizer/tokenizer.json");
@@ -86,7 +85,7 @@ fn a_chat_is_charged_at_its_peak() {
 #[test]
 fn a_time_limit_arrives_as_grpcs() {
     let limit = |body: &str| {
-        let BodyOf(sampling) = serde_json::from_str::<BodyOf<Sampling>>(body).expect("a body");
+        let sampling = serde_json::from_str::<Sampling>(body).expect("a body");
         sampling.into_message(Vec::new(), None, 0, "m").expect("valid").time_limit_seconds
     };
     assert_eq!(limit(r#"{"min_weight_version": 3, "time_limit_seconds": 0.5}"#), Some(0.5));

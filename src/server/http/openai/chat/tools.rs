@@ -13,7 +13,7 @@ const MAX_SHOWN: usize = 128;
 
 /// How calls of tools are found in a sample's text.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(super) enum Calling {
+pub(super) enum ToolCalling {
     /// There are none: the text is the content.
     Never,
     /// They are in the text, in this format, beside the content. The names are those of the tools.
@@ -27,17 +27,17 @@ pub(super) enum Calling {
 /// A tool that the request offers.
 #[derive(Deserialize)]
 struct Tool {
-    function: Function,
+    function: ToolFunction,
 }
 
 #[derive(Deserialize)]
-struct Function {
+struct ToolFunction {
     name: String,
     #[serde(default)]
     parameters: Option<Box<RawValue>>,
 }
 
-impl Function {
+impl ToolFunction {
     /// The schema of the arguments.
     fn schema(&self) -> &str {
         self.parameters.as_deref().map_or(r#"{"type":"object"}"#, RawValue::get)
@@ -53,9 +53,9 @@ struct Definitions {
     definitions: BTreeMap<String, Box<RawValue>>,
 }
 
-/// What `tool_choice` asks for.
+/// The value of `tool_choice`.
 #[derive(Debug, PartialEq, Eq)]
-enum Choice {
+enum ToolChoice {
     None,
     Auto,
     /// Any of the tools must be called.
@@ -64,31 +64,31 @@ enum Choice {
     Named(String),
 }
 
-impl Calling {
-    /// What the members `tools` and `tool_choice` of a body ask of a model that writes calls in `format`, and the JSON
-    /// schema that the text must follow, if a call is forced.
+impl ToolCalling {
+    /// How the calls are found that the members `tools` and `tool_choice` of a body ask for, of a model that writes
+    /// calls in `format`; and the JSON schema that the text must follow, if a call is forced.
     ///
     /// # Errors
-    /// `InvalidArgument` with the member that is wrong.
+    /// `InvalidArgument` with the wrong member.
     pub(super) fn new(
         tools: Option<&RawValue>,
         choice: Option<&RawValue>,
         format: Option<ToolFormat>,
     ) -> Result<(Self, Option<String>)> {
         let tools = tools.map(functions).transpose()?.unwrap_or_default();
-        let choice = choice.map(Choice::read).transpose()?.unwrap_or(Choice::Auto);
-        if tools.is_empty() && !matches!(choice, Choice::None | Choice::Auto) {
+        let choice = choice.map(ToolChoice::read).transpose()?.unwrap_or(ToolChoice::Auto);
+        if tools.is_empty() && !matches!(choice, ToolChoice::None | ToolChoice::Auto) {
             return Err(Error::invalid("tool_choice", "asks for a call, and there are no tools; send tools"));
         }
         let names = || tools.iter().map(|tool| tool.name.clone()).collect();
         match choice {
-            Choice::None => Ok((Self::Never, None)),
-            Choice::Auto => {
+            ToolChoice::None => Ok((Self::Never, None)),
+            ToolChoice::Auto => {
                 let format = format.filter(|_| !tools.is_empty());
                 Ok((format.map_or(Self::Never, |format| Self::Auto { format, names: names() }), None))
             }
-            Choice::Required => Ok((Self::Required { names: names() }, Some(list_schema(&tools)?))),
-            Choice::Named(name) => match tools.iter().find(|tool| tool.name == name) {
+            ToolChoice::Required => Ok((Self::Required { names: names() }, Some(list_schema(&tools)?))),
+            ToolChoice::Named(name) => match tools.iter().find(|tool| tool.name == name) {
                 Some(tool) => Ok((Self::Named(name), Some(tool.schema().to_owned()))),
                 None => {
                     let message = format!("{:?} is not among the tools", shown(&name, MAX_SHOWN));
@@ -116,13 +116,13 @@ impl Calling {
 }
 
 /// The schema of a list of calls, each of one of the tools.
-fn list_schema(tools: &[Function]) -> Result<String> {
+fn list_schema(tools: &[ToolFunction]) -> Result<String> {
     let (mut calls, mut defs, mut definitions) = (Vec::new(), BTreeMap::new(), BTreeMap::new());
     for (i, tool) in tools.iter().enumerate() {
         let path = || format!("tools[{i}].function.parameters");
         let schema = tool.schema();
         let found: Definitions = serde_json::from_str(schema)
-            .map_err(|error| Error::invalid(path(), format!("is no JSON schema of an object: {error}")))?;
+            .map_err(|error| Error::invalid(path(), format!("is not the JSON schema of an object: {error}")))?;
         for (all, found) in [(&mut defs, found.defs), (&mut definitions, found.definitions)] {
             for (name, definition) in found {
                 let text = definition.get().to_owned();
@@ -154,11 +154,11 @@ fn quoted(text: &str) -> String {
     serde_json::Value::from(text).to_string()
 }
 
-impl Choice {
+impl ToolChoice {
     fn read(given: &RawValue) -> Result<Self> {
         #[derive(Deserialize)]
         struct Named {
-            function: Function,
+            function: ToolFunction,
         }
         match given.get() {
             "\"none\"" => Ok(Self::None),
@@ -179,8 +179,8 @@ impl Choice {
     }
 }
 
-/// What the tools are.
-fn functions(tools: &RawValue) -> Result<Vec<Function>> {
+/// Parses the tools.
+fn functions(tools: &RawValue) -> Result<Vec<ToolFunction>> {
     let mut json = serde_json::Deserializer::from_str(tools.get());
     let tools: Vec<Tool> = serde_path_to_error::deserialize(&mut json).map_err(|error| {
         let path = shown(&error.path().to_string(), MAX_SHOWN);
@@ -197,17 +197,18 @@ mod tests {
     const TOOLS: &str =
         r#"[{"type": "function", "function": {"name": "add", "parameters": {"a": [1]}}}, {"function": {"name": "f"}}]"#;
 
-    fn calling(tools: &str, choice: &str) -> Result<Calling> {
+    fn calling(tools: &str, choice: &str) -> Result<ToolCalling> {
         let raw = |text: &str| RawValue::from_string(text.to_owned()).expect("is JSON");
         let given = |text: &str| (!text.is_empty()).then(|| raw(text));
-        Calling::new(given(tools).as_deref(), given(choice).as_deref(), Some(ToolFormat::Hermes)).map(|found| found.0)
+        ToolCalling::new(given(tools).as_deref(), given(choice).as_deref(), Some(ToolFormat::Hermes))
+            .map(|found| found.0)
     }
 
     #[test]
     fn a_forced_call_has_a_schema() {
         let raw = |text: &str| RawValue::from_string(text.to_owned()).expect("is JSON");
         let schema = |tools: &str, choice: &str| {
-            Calling::new(Some(&raw(tools)), Some(&raw(choice)), None).map(|(_, schema)| schema.expect("forced"))
+            ToolCalling::new(Some(&raw(tools)), Some(&raw(choice)), None).map(|(_, schema)| schema.expect("forced"))
         };
         let named = r#"{"type": "function", "function": {"name": "add"}}"#;
         assert_eq!(schema(TOOLS, named).expect("valid"), r#"{"a": [1]}"#);
@@ -230,25 +231,25 @@ mod tests {
 
     #[test]
     fn each_choice_has_its_meaning() {
-        let auto = Calling::Auto { format: ToolFormat::Hermes, names: vec!["add".into(), "f".into()] };
+        let auto = ToolCalling::Auto { format: ToolFormat::Hermes, names: vec!["add".into(), "f".into()] };
         for (tools, choice, expected) in [
-            ("", "", Calling::Never),
-            ("[]", "\"auto\"", Calling::Never),
-            ("", "\"none\"", Calling::Never),
-            (TOOLS, "\"none\"", Calling::Never),
+            ("", "", ToolCalling::Never),
+            ("[]", "\"auto\"", ToolCalling::Never),
+            ("", "\"none\"", ToolCalling::Never),
+            (TOOLS, "\"none\"", ToolCalling::Never),
             (TOOLS, "\"auto\"", auto.clone()),
             (TOOLS, "", auto),
-            (TOOLS, "\"required\"", Calling::Required { names: vec!["add".into(), "f".into()] }),
-            (TOOLS, r#"{"type": "function", "function": {"name": "f"}}"#, Calling::Named("f".into())),
+            (TOOLS, "\"required\"", ToolCalling::Required { names: vec!["add".into(), "f".into()] }),
+            (TOOLS, r#"{"type": "function", "function": {"name": "f"}}"#, ToolCalling::Named("f".into())),
         ] {
             assert_eq!(calling(tools, choice).expect("valid"), expected, "{tools} {choice}");
         }
         let tools = RawValue::from_string(TOOLS.into()).expect("is JSON");
-        assert_eq!(Calling::new(Some(&tools), None, None).expect("valid"), (Calling::Never, None));
+        assert_eq!(ToolCalling::new(Some(&tools), None, None).expect("valid"), (ToolCalling::Never, None));
     }
 
     #[test]
-    fn what_is_wrong_is_named() {
+    fn a_wrong_member_is_named() {
         let named = |name: &str| format!(r#"{{"type": "function", "function": {{"name": "{name}"}}}}"#);
         for (tools, choice, member, says) in [
             (TOOLS, "\"any\"", "tool_choice", "is none of"),

@@ -6,37 +6,32 @@ use bytes::Bytes;
 use rand::distr::{Alphanumeric, SampleString as _};
 
 use super::answers::{Call, ChatAnswer, Choice, ChunkChoice, Delta, Function, Message};
-use super::tools::Calling;
+use super::tools::ToolCalling;
 use crate::engine::{Completion, Summary, ValidRequest};
 use crate::error::Result;
 use crate::memory::Traffic;
-use crate::server::http::openai::chunks::{self, Chunks, PromptIds};
-use crate::server::http::openai::logprobs::{ALTERNATIVE, ChatLogprobs, LOGPROB, PromptLogprobs, TokenTexts};
-use crate::server::http::openai::report::{Report, finish_reason};
-use crate::server::http::openai::usage::{Unused, Usage};
-use crate::server::http::reply::json;
-use crate::server::http::samples::{Kept, Samples, samples_per_prompt};
+use crate::server::http::openai::answers::{Chunks, PromptIds, Report, Usage, finish_reason};
+use crate::server::http::openai::logprobs::{ChatLogprobs, PromptLogprobs, TokenTexts};
+use crate::server::http::{FinishedSamples, Samples, json, samples_per_prompt};
 use crate::text::{Piece, ToolCall, ToolFormat, ToolParser};
 use crate::types::{Prompt, TokenId, TokenLogprobs};
 
 /// Bytes that are kept for each sample until the answer is sent, besides the names of the tools.
 const SAMPLE: usize = 512;
-/// Most copies of a sample's text that are made while calls are looked for in it.
+/// Most copies of a sample's text while it is searched for calls.
 const COPIES: usize = 4;
 
-/// What the answers are to contain.
-pub(super) struct Options {
+/// The options of a chat's answer.
+pub(super) struct ChatOptions {
     pub(super) report: Report,
-    /// How many most likely tokens to report beside each sampled one, if log-probabilities were asked for.
-    pub(super) logprobs: Option<u32>,
     /// The role of the answer.
     pub(super) role: String,
-    pub(super) calling: Calling,
+    pub(super) calling: ToolCalling,
     /// Whether calls have names of nine letters and digits: Mistral's templates take no others.
     pub(super) has_short_ids: bool,
 }
 
-/// What is known of one sample that is streamed.
+/// The state of one streamed sample.
 struct Streamed {
     logprobs: TokenWriter,
     parser: Option<ToolParser>,
@@ -47,7 +42,7 @@ struct Streamed {
 struct TokenWriter {
     /// The tokens as text or as `token_id:N`.
     names: TokenTexts,
-    /// The tokens as text, of which their bytes are.
+    /// The tokens as text, for their bytes.
     texts: TokenTexts,
 }
 
@@ -56,45 +51,54 @@ impl TokenWriter {
         Self { names: report.token_texts(), texts: report.plain_texts() }
     }
 
-    fn write<'a>(
-        &mut self,
-        tokens: impl IntoIterator<Item = &'a TokenLogprobs>,
-        top: u32,
-        report: &Report,
-    ) -> ChatLogprobs {
+    /// The log-probabilities of `tokens`, if they were requested.
+    fn write(&mut self, tokens: &[TokenLogprobs], report: &Report) -> Option<ChatLogprobs> {
+        let top = report.logprobs?;
         let mut logprobs = ChatLogprobs::default();
         for token in tokens {
             logprobs.push(token, report.mode, top as usize, &mut self.names, &mut self.texts);
         }
-        logprobs
+        Some(logprobs)
     }
 }
 
 /// Turns the events of one request into its answer, or into the events of its stream.
 pub(super) struct ChatWriter {
-    id: String,
-    options: Options,
+    options: ChatOptions,
     prompt: Prompt,
     prompt_logprobs: Option<PromptLogprobs>,
     samples: usize,
-    kept: Kept,
+    kept: FinishedSamples,
     /// The samples of a stream, once it has begun.
     streamed: Vec<Option<Streamed>>,
     chunks: Chunks,
 }
 
 impl ChatWriter {
-    /// Counts what turning the log-probabilities of `tokens` tokens into text takes. Returns it, to be given back.
-    fn hold_logprobs(&mut self, tokens: usize) -> Result<u64> {
-        let Some(top) = self.options.logprobs else { return Ok(0) };
-        self.kept.hold(tokens * (LOGPROB + ALTERNATIVE * top as usize))
+    pub(super) fn new(request: &ValidRequest, options: ChatOptions, traffic: &Traffic) -> Self {
+        let samples = samples_per_prompt(request);
+        let prompt = request.prompts.first().cloned().unwrap_or_default();
+        let bytes = samples * (SAMPLE + options.calling.heap_bytes());
+        Self {
+            kept: FinishedSamples::new(if options.report.is_stream { 0 } else { samples }, bytes, traffic),
+            options,
+            chunks: Chunks::new(
+                format!("chatcmpl-{}", request.request_id),
+                "chat.completion.chunk",
+                prompt.tokens.len() as u64,
+            ),
+            prompt,
+            prompt_logprobs: None,
+            samples,
+            streamed: Vec::new(),
+        }
     }
 
     fn parser(&self) -> Option<ToolParser> {
         match &self.options.calling {
-            Calling::Never | Calling::Named(_) => None,
-            Calling::Required { names } => Some(ToolParser::new(ToolFormat::List, names.clone())),
-            Calling::Auto { format, names } => Some(ToolParser::new(*format, names.clone())),
+            ToolCalling::Never | ToolCalling::Named(_) => None,
+            ToolCalling::Required { names } => Some(ToolParser::new(ToolFormat::List, names.clone())),
+            ToolCalling::Auto { format, names } => Some(ToolParser::new(*format, names.clone())),
         }
     }
 
@@ -106,7 +110,9 @@ impl ChatWriter {
                 parser.push(&text, &mut pieces);
                 parser.finish(&mut pieces);
             }
-            (None, Calling::Named(name)) => pieces.push(Piece::Call(ToolCall { name: name.clone(), arguments: text })),
+            (None, ToolCalling::Named(name)) => {
+                pieces.push(Piece::Call(ToolCall { name: name.clone(), arguments: text }))
+            }
             (None, _) => pieces.push(Piece::Content(text)),
         }
         let (mut content, mut calls) = (None::<String>, Vec::new());
@@ -132,10 +138,10 @@ impl ChatWriter {
         format!("chatcmpl-tool-{:016x}", rand::random::<u64>())
     }
 
-    /// The end of a sample in OpenAI's words. A call that was forced by its name is the answer, and ends it as one.
+    /// The finish reason in OpenAI's words. A call that was forced by its name is the answer, and ends as one.
     fn ended(&self, completion: &Completion, has_calls: bool) -> &'static str {
         match finish_reason(completion.finish_reason) {
-            "stop" if has_calls && !matches!(self.options.calling, Calling::Named(_)) => "tool_calls",
+            "stop" if has_calls && !matches!(self.options.calling, ToolCalling::Named(_)) => "tool_calls",
             reason => reason,
         }
     }
@@ -153,13 +159,13 @@ impl ChatWriter {
             let role = Some(self.options.role.as_str());
             let delta = Delta { role, ..Delta::text(String::new()) };
             let ids = report.returns_ids.then_some(&self.prompt.tokens[..]);
-            let prompt = PromptIds { prompt_token_ids: ids, prompt_text: None };
+            let prompt = PromptIds { prompt_token_ids: ids, ..PromptIds::default() };
             self.send(ChunkChoice { index, delta, ..ChunkChoice::default() }, Some(prompt), out);
         }
         self.streamed = streamed;
     }
 
-    /// What the parser of a sample finds in a step that `advance` takes it, or `text` as it is if there is no parser.
+    /// The deltas that the parser of a sample finds when `advance` advances it, or `text` itself without a parser.
     fn deltas(
         &mut self,
         index: usize,
@@ -173,15 +179,15 @@ impl ChatWriter {
                 advance(parser, &mut pieces);
                 self.written(index, pieces)
             }
-            (None, Calling::Named(_)) => self.arguments(index, text),
+            (None, ToolCalling::Named(_)) => self.arguments(index, text),
             (None, _) => vec![Delta::text(text.to_owned())],
         }
     }
 
-    /// What `text` adds to the call that was forced by its name.
+    /// The part that `text` adds to the call that was forced by its name.
     fn arguments(&mut self, index: usize, text: &str) -> Vec<Delta<'static>> {
         let id = self.call_id();
-        let (Calling::Named(name), Some(streamed)) = (&self.options.calling, self.streamed[index].as_mut()) else {
+        let (ToolCalling::Named(name), Some(streamed)) = (&self.options.calling, self.streamed[index].as_mut()) else {
             return Vec::new();
         };
         let is_first = streamed.calls == 0;
@@ -209,8 +215,8 @@ impl ChatWriter {
         deltas
     }
 
-    /// Sends `deltas`, the first with what is known of the token. A token that adds nothing to the message yet has an
-    /// event of its own only if something is to be told of it.
+    /// Sends `deltas`, the first with the token's log-probabilities and id. A token that adds nothing to the message
+    /// yet has an event of its own only if these are reported.
     fn send_deltas(
         &self,
         index: usize,
@@ -230,7 +236,8 @@ impl ChatWriter {
 
     /// Sends one event of a stream.
     fn send(&self, choice: ChunkChoice<'_>, prompt: Option<PromptIds<'_>>, out: &mut VecDeque<Bytes>) {
-        self.chunks.send((&self.id, &self.options.report), choice, prompt, out);
+        let is_last = choice.finish_reason.is_some();
+        self.chunks.send(&self.options.report, (choice, is_last), prompt, out);
     }
 }
 
@@ -247,34 +254,9 @@ fn call_arguments(number: usize, arguments: String) -> Delta<'static> {
 }
 
 impl Samples for ChatWriter {
-    type Options = Options;
-
-    fn report(options: &Options) -> &Report {
-        &options.report
-    }
-
-    fn new(request: &ValidRequest, options: Options, traffic: &Traffic) -> Self {
-        let samples = samples_per_prompt(request);
-        let prompt = request.prompts.first().cloned().unwrap_or_default();
-        let bytes = samples * (SAMPLE + options.calling.heap_bytes());
-        Self {
-            id: format!("chatcmpl-{}", request.request_id),
-            kept: Kept::new(if options.report.is_stream { 0 } else { samples }, bytes, traffic),
-            options,
-            chunks: Chunks::new("chat.completion.chunk", prompt.tokens.len() as u64),
-            prompt,
-            prompt_logprobs: None,
-            samples,
-            streamed: Vec::new(),
-        }
-    }
-
     fn prompt_logprobs(&mut self, _: usize, logprobs: Vec<TokenLogprobs>) -> Result<()> {
-        self.kept.hold(logprobs.iter().map(|token| LOGPROB + ALTERNATIVE * token.top.len()).sum())?;
         let report = &self.options.report;
-        let first = self.prompt.tokens[0];
-        self.prompt_logprobs =
-            report.prompt_logprobs.map(|top| PromptLogprobs::new(first, &logprobs, top as usize, report.token_texts()));
+        self.prompt_logprobs = report.of_prompt(report.prompt_logprobs, &self.prompt, &logprobs, &mut self.kept)?;
         Ok(())
     }
 
@@ -286,11 +268,11 @@ impl Samples for ChatWriter {
         out: &mut VecDeque<Bytes>,
     ) -> Result<()> {
         self.begin(out);
-        self.chunks.count_token();
-        let (index, held) = (sample as usize, self.hold_logprobs(1)?);
+        self.chunks.tokens += 1;
         let report = &self.options.report;
+        let (index, held) = (sample as usize, self.kept.hold(report.logprobs_bytes(1))?);
         let Some(streamed) = self.streamed[index].as_mut() else { return Ok(()) };
-        let logprobs = self.options.logprobs.map(|top| streamed.logprobs.write([token], top, report));
+        let logprobs = streamed.logprobs.write(std::slice::from_ref(token), report);
         let ids = report.returns_ids.then(|| vec![token.token]);
         let deltas = self.deltas(index, |parser, pieces| parser.push(&text, pieces), &text);
         self.send_deltas(index, deltas, logprobs, ids, out);
@@ -341,9 +323,9 @@ impl Samples for ChatWriter {
     }
 
     fn keep_sample(&mut self, completion: Completion) -> Result<()> {
-        let texts = self.kept.hold(COPIES * completion.text.as_ref().map_or(0, String::len))?;
-        let held = texts + self.hold_logprobs(completion.tokens.len())?;
         let report = &self.options.report;
+        let copies = COPIES * completion.text.as_ref().map_or(0, String::len);
+        let held = self.kept.hold(copies + report.logprobs_bytes(completion.tokens.len()))?;
         let stop_reason = report.stop_reason(&completion);
         let mut text = completion.text.clone().unwrap_or_default();
         text.push_str(report.ending(stop_reason.as_ref()));
@@ -351,53 +333,41 @@ impl Samples for ChatWriter {
         let tokens = &completion.tokens;
         let choice = Choice {
             index: completion.sample_index as usize,
-            logprobs: self.options.logprobs.map(|top| TokenWriter::new(report).write(tokens, top, report)),
+            logprobs: TokenWriter::new(report).write(tokens, report),
             finish_reason: self.ended(&completion, !calls.is_empty()),
             stop_reason,
             token_ids: report.returns_ids.then(|| tokens.iter().map(|token| token.token).collect()),
-            routed_experts: None,
             weight_versions: report.versions(&completion),
             message: Message {
                 role: &self.options.role,
                 content: content.or_else(|| (calls.is_empty() || self.options.calling.is_forced()).then(String::new)),
-                refusal: None,
-                annotations: None,
-                audio: None,
-                function_call: None,
                 tool_calls: calls,
-                reasoning: None,
+                ..Message::default()
             },
+            ..Choice::default()
         };
-        self.kept.keep(choice.index, &choice, held)
+        self.kept.push(choice.index, &choice, held)
     }
 
     fn end_stream(&mut self, summary: &Summary, out: &mut VecDeque<Bytes>) {
-        self.chunks.end((&self.id, &self.options.report), summary, out);
+        self.chunks.end(&self.options.report, summary, out);
     }
 
     fn answer(&mut self, summary: &Summary) -> Bytes {
         let report = &self.options.report;
         self.kept.finish(|choices| {
             json(&ChatAnswer {
-                id: &self.id,
+                id: &self.chunks.id,
                 object: "chat.completion",
                 created: report.created,
                 model: &report.model,
                 choices,
-                service_tier: None,
                 system_fingerprint: &report.fingerprint,
                 usage: Usage::of(summary),
                 prompt_logprobs: self.prompt_logprobs.as_ref(),
                 prompt_token_ids: report.returns_ids.then_some(&self.prompt.tokens[..]),
-                prompt_text: None,
-                unused: Unused::default(),
+                ..ChatAnswer::default()
             })
         })
-    }
-}
-
-impl chunks::ChunkChoice for ChunkChoice<'_> {
-    fn is_last(&self) -> bool {
-        self.finish_reason.is_some()
     }
 }

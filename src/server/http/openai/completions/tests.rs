@@ -1,11 +1,8 @@
 use super::*;
 use crate::memory::Traffic;
-use crate::server::http::body::parse;
 use crate::server::http::heap::peak_of;
-use crate::server::http::weight::parsed_bytes;
+use crate::server::http::request_body::{parse, parsed_bytes};
 use crate::server::security::Caller;
-
-type Body = BodyOf<((Completion, Sampling), Unsupported)>;
 
 /// `part` repeated to a list that is about a megabyte long.
 fn list_of(part: &str) -> String {
@@ -44,7 +41,8 @@ fn parsing_takes_no_more_than_is_counted_for_it() {
     ] {
         let body = format!("{{\"prompt\": {text}}}");
         let charge = Traffic::new(1 << 40).charge_always(0);
-        let (most, _) = peak_of(|| parse::<Body>(body.as_bytes(), charge, Caller::default()).map(|body| body.value));
+        let (most, _) =
+            peak_of(|| parse::<CompletionRequest>(body.as_bytes(), charge, Caller::default()).map(|body| body.value));
         let counted = parsed_bytes(body.as_bytes());
         let start: String = body.chars().take(60).collect();
         println!("{:.1} bytes for a byte, {:.1} counted: {start}", ratio(most, &body), ratio(counted, &body));
@@ -63,9 +61,8 @@ fn a_message_of_prompts_takes_no_more_than_is_counted_for_it() {
         let body = format!("{{\"prompt\": {}}}", list_of(part));
         let (most, _) = peak_of(|| {
             let charge = Traffic::new(1 << 40).charge_always(0);
-            let parsed = parse::<Body>(body.as_bytes(), charge, Caller::default()).expect("valid");
-            let BodyOf(((own, _), _)) = parsed.value;
-            messages(own.prompt.expect("there are some").0, |prompt| Ok(prompt.into_message(None)))
+            let parsed = parse::<CompletionRequest>(body.as_bytes(), charge, Caller::default()).expect("valid");
+            messages(parsed.value.prompt.expect("there are some").0, |prompt| Ok(prompt.into_message(None)))
         });
         let counted = parsed_bytes(body.as_bytes());
         assert!(most <= counted, "{most} bytes of {counted} counted for prompts of {part}");

@@ -1,0 +1,282 @@
+//! The method Update: decodes its messages from frames that may end anywhere. tonic's decoder would first gather each
+//! message, which copies every chunk of weights into fresh pages. Here the data of a chunk is passed on in the pieces
+//! in which it arrived.
+
+use std::pin::Pin;
+use std::sync::Arc;
+use std::time::Duration;
+
+use axum::body::Body;
+use axum::extract::{Request, State};
+use axum::response::{IntoResponse as _, Response};
+use bytes::{Buf, Bytes, BytesMut};
+use prost::Message as _;
+use prost::encoding::decode_varint;
+use tokio::sync::Semaphore;
+use tokio_stream::{Stream, StreamExt as _};
+use tonic::codegen::BoxFuture;
+use tonic::server::{ClientStreamingService, Grpc};
+use tonic::{Status, Streaming};
+use tonic_prost::ProstCodec;
+
+use super::status::to_status;
+use super::weights::WeightsService;
+use crate::engine::Activity;
+use crate::error::{Error, Result};
+use crate::memory::{Charge, Traffic};
+use crate::server::pb;
+use crate::server::pb::update_request::Kind;
+
+/// Most updates that are received at once. The engine rejects all but one when their headers are here; until then each
+/// may hold a message, and the bytes that its stream's window lets through.
+const MAX_UPDATES: usize = 8;
+/// Largest chunk of a tensor in bytes: how much room a client must have for one, and how much it loses with a bad
+/// message.
+const MAX_CHUNK_BYTES: usize = 4 << 20;
+/// Largest message of an update in bytes: a chunk, or a header with the manifest of a model of 50,000 tensors.
+const MAX_MESSAGE_BYTES: usize = 8 << 20;
+/// Length of gRPC's prefix of each message: a compression flag and four bytes of length.
+const PREFIX_BYTES: usize = 5;
+/// Most bytes that precede the data in an encoded chunk: four keys, two lengths below 2^28, a u32 and a u64.
+const HEAD_BYTES: usize = 4 + 2 * 4 + 5 + 10;
+
+/// The service that takes updates, with a permit for each that is received.
+#[derive(Clone)]
+pub(super) struct UpdateReceiver {
+    weights: WeightsService,
+    permits: Arc<Semaphore>,
+}
+
+impl UpdateReceiver {
+    pub(super) fn new(weights: WeightsService) -> Self {
+        Self { weights, permits: Arc::new(Semaphore::new(MAX_UPDATES)) }
+    }
+}
+
+/// Handles a call of Update in place of the generated service.
+pub(super) async fn update(State(receiver): State<UpdateReceiver>, request: Request) -> Response {
+    let UpdateReceiver { weights, permits } = receiver;
+    let Ok(_permit) = permits.try_acquire() else {
+        let message = format!("{MAX_UPDATES} updates are being received already; one is applied at a time, so wait");
+        return Status::resource_exhausted(message).into_http();
+    };
+    let (head, body) = request.into_parts();
+    let update = Update { weights, body: Some(body) };
+    // tonic reads the request's head and writes the response; the body is read elsewhere.
+    let mut grpc = Grpc::new(ProstCodec::default());
+    grpc.client_streaming(update, Request::from_parts(head, Body::empty())).await.into_response()
+}
+
+/// One call of Update.
+struct Update {
+    weights: WeightsService,
+    /// The request's body; None once the call has taken it.
+    body: Option<Body>,
+}
+
+impl ClientStreamingService<pb::UpdateRequest> for Update {
+    type Response = pb::UpdateResponse;
+    type Future = BoxFuture<tonic::Response<pb::UpdateResponse>, Status>;
+
+    fn call(&mut self, request: tonic::Request<Streaming<pb::UpdateRequest>>) -> Self::Future {
+        let (weights, body) = (self.weights.clone(), self.body.take());
+        Box::pin(async move {
+            let body = body.ok_or_else(|| Status::internal("an update is received once"))?;
+            let traffic = weights.server.traffic().map_err(to_status)?;
+            weights.receive(request.map(|_| UpdateMessages::new(body.into_data_stream(), &traffic))).await
+        })
+    }
+}
+
+/// Decoder of an update's messages from frames that may end anywhere.
+pub(super) struct UpdateMessages {
+    frames: Pin<Box<dyn Stream<Item = std::result::Result<Bytes, axum::Error>> + Send>>,
+    activity: Activity,
+    /// Longest time to wait for the next byte.
+    idle_limit: Duration,
+    /// The next bytes, and the frame that follows them. All bytes received and not yet decoded are in `front`.
+    front: Bytes,
+    rest: Bytes,
+    chunk: Option<OpenChunk>,
+    /// Charge of the bytes that are held: an incomplete message may be as large as a manifest, and never end.
+    charge: Charge,
+}
+
+/// A chunk whose data is incomplete.
+#[derive(Debug, PartialEq)]
+struct OpenChunk {
+    tensor: u32,
+    /// Offset in the tensor of the chunk's next byte.
+    offset: u64,
+    left: usize,
+}
+
+impl UpdateMessages {
+    fn new(
+        frames: impl Stream<Item = std::result::Result<Bytes, axum::Error>> + Send + 'static,
+        traffic: &Traffic,
+    ) -> Self {
+        let (charge, activity) = (traffic.charge_always(0), Activity::start());
+        let (front, rest) = (Bytes::new(), Bytes::new());
+        Self { frames: Box::pin(frames), activity, idle_limit: Duration::MAX, front, rest, chunk: None, charge }
+    }
+
+    /// Makes the decoder end the push after `idle_limit` without a byte.
+    pub(super) fn with_idle_limit(self, activity: Activity, idle_limit: Duration) -> Self {
+        Self { activity, idle_limit, ..self }
+    }
+
+    /// The next message; None at the end of the stream. A chunk may be returned as several chunks of consecutive
+    /// offsets.
+    ///
+    /// # Errors
+    /// `InvalidArgument` for a message that is malformed, cut off, too long, compressed or empty; `ResourceExhausted`
+    /// if there is no room for it; `Aborted` if the stream breaks or is idle for too long.
+    pub(super) async fn next(&mut self) -> Result<Option<Kind>> {
+        // The caller has handled the message before, which counts as activity.
+        self.activity.touch();
+        if let Some(chunk) = self.chunk.take() {
+            return self.piece(chunk).await.map(Some);
+        }
+        if !self.gather(PREFIX_BYTES).await? {
+            return if self.front.is_empty() { Ok(None) } else { Err(cut()) };
+        }
+        let bytes = message_bytes(&self.front.split_to(PREFIX_BYTES))?;
+        let head = bytes.min(HEAD_BYTES);
+        self.need(head).await?;
+        if let Some((head, chunk)) = chunk_head(&self.front[..head], bytes) {
+            check_chunk(chunk.left)?;
+            self.front.advance(head);
+            return self.piece(chunk).await.map(Some);
+        }
+        self.need(bytes).await?;
+        let message = pb::UpdateRequest::decode(self.front.split_to(bytes))
+            .map_err(|e| Error::invalid("message", format!("is not an UpdateRequest: {e}")))?;
+        match message.kind {
+            None => Err(Error::invalid("kind", "is empty; send a header, manifests and chunks, and a commit")),
+            Some(Kind::Chunk(chunk)) => check_chunk(chunk.data.len()).map(|()| Some(Kind::Chunk(chunk))),
+            kind => Ok(kind),
+        }
+    }
+
+    /// The part of a chunk's data that has arrived, as a chunk of its own.
+    async fn piece(&mut self, chunk: OpenChunk) -> Result<Kind> {
+        self.need(1).await?;
+        let OpenChunk { tensor, offset, left } = chunk;
+        let data = self.front.split_to(left.min(self.front.len()));
+        let left = left - data.len();
+        if left > 0 {
+            // An offset that is too large is rejected when its first piece is handled.
+            self.chunk = Some(OpenChunk { tensor, offset: offset.saturating_add(data.len() as u64), left });
+        }
+        Ok(Kind::Chunk(pb::Chunk { tensor, offset, data }))
+    }
+
+    async fn need(&mut self, bytes: usize) -> Result<()> {
+        if self.gather(bytes).await? { Ok(()) } else { Err(cut()) }
+    }
+
+    /// Waits until `front` has at least `bytes` bytes; false if the stream ends before. Copies only bytes that are
+    /// spread over several frames.
+    async fn gather(&mut self, bytes: usize) -> Result<bool> {
+        loop {
+            if self.front.is_empty() {
+                self.front = std::mem::take(&mut self.rest);
+            }
+            self.charge.set((self.front.len() + self.rest.len()) as u64)?;
+            if self.front.len() >= bytes {
+                return Ok(true);
+            }
+            if self.rest.is_empty() {
+                let Some(frame) = self.frame().await? else { return Ok(false) };
+                self.rest = frame;
+                continue;
+            }
+            let missing = bytes - self.front.len();
+            // Takes `front` over without a copy, so that bytes that were joined before are not copied again.
+            let mut joined = BytesMut::from(std::mem::take(&mut self.front));
+            joined.extend_from_slice(&self.rest.split_to(missing.min(self.rest.len())));
+            self.front = joined.freeze();
+        }
+    }
+
+    /// Waits for the next frame with bytes; None at the end. Neither the time that the server spends on earlier
+    /// messages nor an empty frame counts as activity.
+    async fn frame(&mut self) -> Result<Option<Bytes>> {
+        let Self { frames, activity, idle_limit, .. } = self;
+        loop {
+            let left = idle_limit.saturating_sub(activity.idle());
+            match tokio::time::timeout(left, frames.next()).await {
+                Ok(None) => return Ok(None),
+                Ok(Some(Ok(frame))) if !frame.is_empty() => {
+                    activity.touch();
+                    return Ok(Some(frame));
+                }
+                Ok(Some(Err(error))) => return Err(Error::Aborted(format!("the stream broke: {error}"))),
+                _ if activity.idle() < *idle_limit => {}
+                _ => {
+                    let seconds = idle_limit.as_secs();
+                    return Err(Error::Aborted(format!(
+                        "the update has sent nothing for {seconds} s (--update-idle-seconds) and is ended: nothing it \
+                         sent is kept"
+                    )));
+                }
+            }
+        }
+    }
+}
+
+/// Length in bytes of the message that follows `prefix`.
+fn message_bytes(prefix: &[u8]) -> Result<usize> {
+    let mut prefix = prefix;
+    let (compressed, bytes) = (prefix.get_u8(), prefix.get_u32() as usize);
+    if compressed != 0 {
+        return Err(Error::invalid("message", format!("has the compression flag {compressed}; send it uncompressed")));
+    }
+    if bytes > MAX_MESSAGE_BYTES {
+        return Err(Error::invalid("message", format!("{bytes} bytes; a message has at most {MAX_MESSAGE_BYTES}")));
+    }
+    Ok(bytes)
+}
+
+/// Reads the head of an encoded message of `bytes` bytes that is a chunk whose data comes last, as encoders write it.
+/// Returns the number of bytes before the data, and the chunk; None for any other message, and for a malformed one.
+fn chunk_head(head: &[u8], bytes: usize) -> Option<(usize, OpenChunk)> {
+    // Keys of UpdateRequest.chunk, and of Chunk's fields tensor, offset and data.
+    const CHUNK: u8 = 0x1a;
+    const TENSOR: u8 = 0x08;
+    const OFFSET: u8 = 0x10;
+    const DATA: u8 = 0x1a;
+
+    fn field(rest: &mut &[u8], key: u8) -> Option<u64> {
+        *rest = rest.strip_prefix(&[key])?;
+        decode_varint(rest).ok()
+    }
+    fn optional(rest: &mut &[u8], key: u8) -> Option<u64> {
+        if rest.first() == Some(&key) { field(rest, key) } else { Some(0) }
+    }
+    let used = |rest: &[u8]| head.len() - rest.len();
+    let mut rest = head;
+    if field(&mut rest, CHUNK)? != (bytes - used(rest)) as u64 {
+        return None;
+    }
+    let tensor = u32::try_from(optional(&mut rest, TENSOR)?).ok()?;
+    let offset = optional(&mut rest, OFFSET)?;
+    let data = field(&mut rest, DATA)?;
+    let left = bytes - used(rest);
+    (left > 0 && data == left as u64).then_some((used(rest), OpenChunk { tensor, offset, left }))
+}
+
+fn check_chunk(bytes: usize) -> Result<()> {
+    if bytes > MAX_CHUNK_BYTES {
+        return Err(Error::invalid("chunk.data", format!("{bytes} bytes; a chunk has at most {MAX_CHUNK_BYTES}")));
+    }
+    Ok(())
+}
+
+fn cut() -> Error {
+    Error::invalid("message", "the stream ended in the middle of one")
+}
+
+#[cfg(test)]
+mod tests;

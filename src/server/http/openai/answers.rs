@@ -1,0 +1,302 @@
+//! The parts that the answers of completions, chats and `/inference/v1/generate` share: their options, usage figures,
+//! and the events of streams.
+
+use std::collections::VecDeque;
+use std::sync::Arc;
+
+use bytes::Bytes;
+use serde::Serialize;
+use utoipa::ToSchema;
+
+use super::logprobs::{ALTERNATIVE, LOGPROB, PromptLogprobs, TokenTexts};
+use super::sampling::{LogprobsMode, Sampling, StreamOptions};
+use crate::engine::{Completion, Summary};
+use crate::error::{Error, Result};
+use crate::server::ServingContext;
+use crate::server::http::{FinishedSamples, event, unix_seconds};
+use crate::text::Tokenizer;
+use crate::types::{FinishReason, Prompt, TokenId, TokenLogprobs, WeightVersion};
+
+/// A member that is always null here; vLLM's and OpenAI's clients read it.
+#[derive(Clone, Copy, Debug, Default, Serialize, ToSchema)]
+#[schema(value_type = Option<String>)]
+pub(in crate::server::http) struct Null(Option<()>);
+
+/// The options of a request's answer, and the facts that it reports beside the samples.
+pub(in crate::server::http) struct Report {
+    pub(in crate::server::http) model: String,
+    pub(super) fingerprint: String,
+    /// Time of the answer in seconds since 1970.
+    pub(in crate::server::http) created: u64,
+    /// Distribution of the log-probabilities.
+    pub(in crate::server::http) mode: LogprobsMode,
+    /// How many most likely tokens to report beside each sampled one, if log-probabilities were requested.
+    pub(in crate::server::http) logprobs: Option<u32>,
+    /// How many most likely tokens to report for each token of the prompt, if at all.
+    pub(in crate::server::http) prompt_logprobs: Option<u32>,
+    pub(in crate::server::http) is_stream: bool,
+    pub(in crate::server::http) stream_options: StreamOptions,
+    pub(in crate::server::http) returns_ids: bool,
+    pub(super) returns_versions: bool,
+    /// Writes tokens beside log-probabilities as `token_id:N`.
+    writes_ids: bool,
+    includes_stop: bool,
+    stop: Vec<String>,
+    tokenizer: Option<Arc<Tokenizer>>,
+}
+
+/// The stop string or stop token that ended a sample.
+#[derive(Clone, Debug, Serialize, ToSchema)]
+#[serde(untagged)]
+pub(in crate::server::http) enum StopReason {
+    Text(String),
+    Token(u32),
+}
+
+/// Tokens of a sample that one version of the policy has made.
+#[derive(Clone, Copy, Debug, Serialize, ToSchema)]
+pub(super) struct VersionSpan {
+    version: WeightVersion,
+    /// Index of the span's first token.
+    start: u32,
+    /// Index after the span's last token.
+    end: u32,
+}
+
+impl Report {
+    /// # Errors
+    /// `InvalidArgument` for an option that a stream cannot have.
+    pub(in crate::server::http) fn new(
+        sampling: &Sampling,
+        logprobs: Option<u32>,
+        context: &ServingContext,
+    ) -> Result<Self> {
+        let (info, is_stream) = (&context.info, sampling.stream.unwrap_or(false));
+        if is_stream && sampling.prompt_logprobs.is_some() {
+            return Err(Error::invalid("prompt_logprobs", "are not available in a stream; leave out one of the two"));
+        }
+        Ok(Self {
+            model: sampling.model.clone().filter(|name| !name.is_empty()).unwrap_or_else(|| info.model.clone()),
+            // Two servers whose bits may differ have different ones.
+            fingerprint: format!("rollout-server-{}-{}-{}", env!("CARGO_PKG_VERSION"), info.kernel, info.dtype),
+            created: unix_seconds(),
+            mode: sampling.reported(),
+            logprobs,
+            prompt_logprobs: sampling.prompt_logprobs,
+            is_stream,
+            stream_options: sampling.stream_options.unwrap_or_default(),
+            returns_ids: sampling.return_token_ids.unwrap_or(false),
+            returns_versions: sampling.return_weight_versions.unwrap_or(false),
+            writes_ids: sampling.return_tokens_as_token_ids.unwrap_or(false),
+            includes_stop: sampling.include_stop_str_in_output.unwrap_or(false),
+            stop: sampling.stop_strings(),
+            tokenizer: context.model.encoder.as_ref().map(|encoder| encoder.tokenizer().clone()),
+        })
+    }
+
+    /// Whether the model has a tokenizer, so that samples have texts.
+    pub(super) fn has_text(&self) -> bool {
+        self.tokenizer.is_some()
+    }
+
+    /// Writes the tokens of one text beside their log-probabilities.
+    pub(in crate::server::http) fn token_texts(&self) -> TokenTexts {
+        TokenTexts::new(self.tokenizer.as_ref().filter(|_| !self.writes_ids))
+    }
+
+    /// Writes the tokens of one text as their texts.
+    pub(super) fn plain_texts(&self) -> TokenTexts {
+        TokenTexts::new(self.tokenizer.as_ref())
+    }
+
+    /// The text of `tokens`, without special tokens; empty without a tokenizer.
+    pub(super) fn text(&self, tokens: &[u32]) -> String {
+        self.tokenizer.as_ref().map_or_else(String::new, |tokenizer| tokenizer.decode(tokens, true))
+    }
+
+    /// The stop string or stop token of the request that ended a sample, if one did.
+    pub(in crate::server::http) fn stop_reason(&self, completion: &Completion) -> Option<StopReason> {
+        match completion.finish_reason {
+            FinishReason::StopToken => completion.tokens.last().map(|last| StopReason::Token(last.token)),
+            FinishReason::StopString => self.stop_string(completion).map(StopReason::Text),
+            FinishReason::Eos | FinishReason::Length | FinishReason::Grammar | FinishReason::Aborted => None,
+        }
+    }
+
+    /// The stop string that ended a sample. The engine's text ends before it.
+    fn stop_string(&self, completion: &Completion) -> Option<String> {
+        let tokens: Vec<_> = completion.tokens.iter().map(|token| token.token).collect();
+        let whole = self.text(&tokens);
+        let rest = whole.get(completion.text.as_ref()?.len()..)?;
+        self.stop.iter().find(|stop| rest.starts_with(stop.as_str())).cloned()
+    }
+
+    /// The text that follows the engine's: the stop string, if the request includes it.
+    pub(super) fn ending<'a>(&self, stop: Option<&'a StopReason>) -> &'a str {
+        match stop {
+            Some(StopReason::Text(text)) if self.includes_stop => text,
+            _ => "",
+        }
+    }
+
+    /// How many most likely tokens the engine must report. Ranks, which come with log-probabilities of prompts, are
+    /// computed beside at least one.
+    pub(in crate::server::http) fn top_logprobs(&self, with_prompt: bool) -> u32 {
+        self.logprobs.max(self.prompt_logprobs).unwrap_or(0).max(u32::from(with_prompt))
+    }
+
+    /// Memory for turning the log-probabilities of `tokens` tokens into text.
+    pub(super) fn logprobs_bytes(&self, tokens: usize) -> usize {
+        self.logprobs.map_or(0, |top| tokens * (LOGPROB + ALTERNATIVE * top as usize))
+    }
+
+    /// The log-probabilities of a prompt's tokens with the `top` most likely ones each, if any were requested. `kept`
+    /// counts them.
+    ///
+    /// # Errors
+    /// `ResourceExhausted` if there is no room.
+    pub(in crate::server::http) fn of_prompt(
+        &self,
+        top: Option<u32>,
+        prompt: &Prompt,
+        logprobs: &[TokenLogprobs],
+        kept: &mut FinishedSamples,
+    ) -> Result<Option<PromptLogprobs>> {
+        kept.hold(logprobs.iter().map(|token| LOGPROB + ALTERNATIVE * token.top.len()).sum())?;
+        Ok(top.map(|top| PromptLogprobs::new(prompt.tokens[0], logprobs, top as usize, self.token_texts())))
+    }
+
+    /// The versions that made a sample's tokens, if they were requested.
+    pub(super) fn versions(&self, completion: &Completion) -> Option<Vec<VersionSpan>> {
+        let span = |&(version, start, end): &_| VersionSpan { version, start, end };
+        self.returns_versions.then(|| completion.weight_versions.iter().map(span).collect())
+    }
+}
+
+/// The end of a sample in OpenAI's words, with vLLM's for an abort.
+pub(in crate::server::http) fn finish_reason(reason: FinishReason) -> &'static str {
+    match reason {
+        FinishReason::Eos | FinishReason::StopToken | FinishReason::StopString | FinishReason::Grammar => "stop",
+        FinishReason::Length => "length",
+        FinishReason::Aborted => "abort",
+    }
+}
+
+/// How many tokens a request has taken.
+#[derive(Clone, Copy, Debug, Default, Serialize, ToSchema)]
+pub(in crate::server::http) struct Usage {
+    pub(super) prompt_tokens: u64,
+    pub(super) total_tokens: u64,
+    pub(super) completion_tokens: u64,
+    /// None in events of streams, which have no such members.
+    #[serde(flatten)]
+    details: Option<Details>,
+}
+
+/// The parts of the tokens.
+#[derive(Clone, Copy, Debug, Default, Serialize, ToSchema)]
+pub(in crate::server::http) struct Details {
+    prompt_tokens_details: PromptDetails,
+    completion_tokens_details: Null,
+}
+
+/// The parts of a prompt's tokens.
+#[derive(Clone, Copy, Debug, Default, Serialize, ToSchema)]
+pub(in crate::server::http) struct PromptDetails {
+    /// Tokens whose keys and values came from the prefix cache.
+    cached_tokens: u64,
+}
+
+impl Usage {
+    pub(in crate::server::http) fn new(prompt_tokens: u64, completion_tokens: u64) -> Self {
+        let total_tokens = prompt_tokens + completion_tokens;
+        Self { prompt_tokens, total_tokens, completion_tokens, details: None }
+    }
+
+    /// The figures of a request that has ended.
+    pub(in crate::server::http) fn of(summary: &Summary) -> Self {
+        let prompt_tokens_details = PromptDetails { cached_tokens: summary.cached_tokens };
+        let usage = Self::new(summary.prompt_tokens, summary.completion_tokens);
+        Self { details: Some(Details { prompt_tokens_details, ..Details::default() }), ..usage }
+    }
+}
+
+/// One event of a stream.
+#[derive(Serialize)]
+struct Chunk<'a, C> {
+    id: &'a str,
+    object: &'static str,
+    created: u64,
+    model: &'a str,
+    choices: &'a [C],
+    #[serde(skip_serializing_if = "Option::is_none")]
+    usage: Option<Usage>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    system_fingerprint: Option<&'a str>,
+    /// In the first event of a chat alone.
+    #[serde(flatten)]
+    prompt: Option<PromptIds<'a>>,
+}
+
+/// The prompt's tokens, if they were requested.
+#[derive(Default, Serialize)]
+pub(super) struct PromptIds<'a> {
+    pub(super) prompt_token_ids: Option<&'a [TokenId]>,
+    pub(super) prompt_text: Null,
+}
+
+/// The events of one request.
+pub(super) struct Chunks {
+    pub(super) id: String,
+    object: &'static str,
+    prompt_tokens: u64,
+    /// Tokens that were streamed so far.
+    pub(super) tokens: u64,
+}
+
+impl Chunks {
+    pub(super) fn new(id: String, object: &'static str, prompt_tokens: u64) -> Self {
+        Self { id, object, prompt_tokens, tokens: 0 }
+    }
+
+    /// Sends the new part of one sample, and whether it is the last one.
+    pub(super) fn send<C: Serialize>(
+        &self,
+        report: &Report,
+        (choice, is_last): (C, bool),
+        prompt: Option<PromptIds<'_>>,
+        out: &mut VecDeque<Bytes>,
+    ) {
+        let options = report.stream_options;
+        let usage = options.continuous_usage_stats.then(|| Usage::new(self.prompt_tokens, self.tokens));
+        out.push_back(self.chunk(report, &[choice], usage, is_last && !options.include_usage, prompt));
+    }
+
+    /// Sends the last event, if it was requested.
+    pub(super) fn end(&self, report: &Report, summary: &Summary, out: &mut VecDeque<Bytes>) {
+        if report.stream_options.include_usage {
+            let usage = Usage::new(summary.prompt_tokens, summary.completion_tokens);
+            out.push_back(self.chunk::<()>(report, &[], Some(usage), true, None));
+        }
+    }
+
+    fn chunk<C: Serialize>(
+        &self,
+        report: &Report,
+        choices: &[C],
+        usage: Option<Usage>,
+        has_fingerprint: bool,
+        prompt: Option<PromptIds<'_>>,
+    ) -> Bytes {
+        event(&Chunk {
+            id: &self.id,
+            object: self.object,
+            created: report.created,
+            model: &report.model,
+            choices,
+            usage,
+            system_fingerprint: has_fingerprint.then_some(&report.fingerprint),
+            prompt,
+        })
+    }
+}

@@ -1,0 +1,355 @@
+//! `/inference/v1/generate`: tokens in, tokens out.
+
+use std::collections::VecDeque;
+
+use axum::extract::State;
+use axum::http::HeaderMap;
+use axum::response::Response;
+use bytes::Bytes;
+use serde::de::IgnoredAny;
+use serde::{Deserialize, Serialize};
+use serde_json::value::RawValue;
+use utoipa::ToSchema;
+
+use crate::engine::{Completion, Summary, ValidRequest};
+use crate::error::{Error, Result};
+use crate::memory::Traffic;
+use crate::server::http::openai::answers::{Null, Report, StopReason, Usage, finish_reason};
+use crate::server::http::openai::logprobs::{PromptLogprobs, chosen, written};
+use crate::server::http::openai::request_id;
+use crate::server::http::openai::sampling::{LogprobsMode, Sampling, StreamOptions, UNSUPPORTED};
+use crate::server::http::{
+    AppState, ErrorBody, FinishedSamples, HttpError, JsonBody, Samples, event, json, members, sample,
+    samples_per_prompt,
+};
+use crate::server::{ServingContext, pb};
+use crate::types::{Prompt, TokenId, TokenLogprobs};
+
+/// Bytes that the log-probability of a sampled token takes until it is written, and that of each of its alternatives.
+const LOGPROB: usize = 96;
+const ALTERNATIVE: usize = 16;
+/// Bytes that are kept for each sample until the answer is sent.
+const SAMPLE: usize = 256;
+
+members! {
+    /// The body.
+    pub(in crate::server::http) struct InferenceRequest {
+        /// The prompt.
+        token_ids: Vec<u32>,
+        sampling_params: InferenceSampling,
+        /// The policy's name, or that of a resident adapter; none, null or "" is the policy.
+        model: String,
+        /// Name by which the request can be aborted, unique among running ones. The header X-Request-Id wins.
+        request_id: String,
+        /// Whether to send tokens as they are made, as server-sent events (default: false).
+        stream: bool,
+        /// Further contents of a stream.
+        stream_options: StreamOptions,
+        /// Report the ids of the prompt's tokens (default: false).
+        return_token_ids: bool,
+        /// Only `tokens` is supported.
+        output_mode: OutputMode,
+        /// Of images, which are not supported: null.
+        #[schema(value_type = Option<String>)]
+        features: IgnoredAny,
+    }
+}
+
+members! {
+    /// How to sample: the members of a completion's body.
+    pub(in crate::server::http) struct InferenceSampling {
+        /// Most tokens of a sample (default: what is left of the context, which is also the most).
+        max_tokens: u32,
+        /// Report log-probabilities, with those of this many most likely tokens.
+        logprobs: u32,
+        ..shared: Sampling,
+    } rejects UNSUPPORTED;
+}
+
+/// The form of a reported sample.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Deserialize, ToSchema)]
+#[serde(rename_all = "lowercase")]
+pub(in crate::server::http) enum OutputMode {
+    Tokens,
+    Text,
+}
+
+/// Continues a prompt of token ids: `n` samples, as one answer or as server-sent events.
+#[utoipa::path(
+    post,
+    path = "/inference/v1/generate",
+    request_body = InferenceRequest,
+    responses(
+        (status = 200, description = "the samples, or events of their tokens", body = InferenceAnswer),
+        (status = 400, description = "a member of the body is wrong", body = ErrorBody),
+        (status = 404, description = "no such model or adapter", body = ErrorBody),
+        (status = 409, description = "asleep, without weights, or another weight version", body = ErrorBody),
+        (status = 413, description = "the body is too large", body = ErrorBody),
+        (status = 429, description = "queue or memory for requests is full", body = ErrorBody),
+        (status = 503, description = "the server starts or ends", body = ErrorBody),
+    )
+)]
+pub(in crate::server::http) async fn generate(
+    State(app): State<AppState>,
+    headers: HeaderMap,
+    body: JsonBody<InferenceRequest>,
+) -> std::result::Result<Response, HttpError> {
+    sample(&app, body, |body, context| {
+        let (message, report) = message(body, request_id(&headers), context)?;
+        Ok((message, |request: &ValidRequest, traffic: &Traffic| InferenceWriter::new(request, report, traffic)))
+    })
+    .await
+}
+
+/// The message that a gRPC client would send. `id` is the request's name by its headers.
+fn message(
+    body: InferenceRequest,
+    id: Option<String>,
+    context: &ServingContext,
+) -> Result<(pb::GenerateRequest, Report)> {
+    if body.features.is_some() {
+        return Err(Error::invalid("features", "this server takes no images; leave them out"));
+    }
+    if body.output_mode == Some(OutputMode::Text) {
+        return Err(Error::invalid("output_mode", "samples are tokens here; /v1/completions makes texts of them"));
+    }
+    let missing = |member: &str| Error::invalid(member, "is missing");
+    let ids = body.token_ids.ok_or_else(|| missing("token_ids"))?;
+    let InferenceSampling { max_tokens, logprobs, shared: mut sampling } =
+        body.sampling_params.ok_or_else(|| missing("sampling_params"))?;
+    sampling.model = body.model.or(sampling.model);
+    sampling.request_id = id.or(body.request_id).or(sampling.request_id);
+    sampling.stream = body.stream.or(sampling.stream);
+    sampling.stream_options = body.stream_options.or(sampling.stream_options);
+    sampling.return_token_ids = body.return_token_ids.or(sampling.return_token_ids);
+    let report = Report::new(&sampling, logprobs, context)?;
+    // A prompt that leaves no room is rejected when the message is checked.
+    let room = context.model.max_model_len.saturating_sub(ids.len()).max(1);
+    let room = u32::try_from(room).unwrap_or(u32::MAX);
+    let max_tokens = max_tokens.map_or(room, |most| most.min(room));
+    let prompt_logprobs = report.prompt_logprobs.is_some();
+    let top = report.top_logprobs(prompt_logprobs || logprobs.is_some());
+    // The text shows which stop string has ended a sample.
+    let return_text = !sampling.stop_strings().is_empty();
+    let kind = Some(pb::prompt::Kind::Tokens(pb::TokenIds { ids }));
+    let prompts = vec![pb::Prompt { kind, ..Default::default() }];
+    let message = sampling.into_message(prompts, Some(max_tokens), top, &context.info.model)?;
+    Ok((pb::GenerateRequest { prompt_logprobs, return_text, ..message }, report))
+}
+
+/// The samples of a request.
+#[derive(Default, Serialize, ToSchema)]
+pub(in crate::server::http) struct InferenceAnswer<'a> {
+    /// `generate-tokens-` and the requested id, or a random one.
+    request_id: &'a str,
+    model: &'a str,
+    created: u64,
+    usage: Usage,
+    prompt_logprobs: Option<&'a PromptLogprobs>,
+    prompt_token_id_logprobs: Null,
+    prompt_token_ids: Option<&'a [TokenId]>,
+    mm_placeholders: Null,
+    metrics: Null,
+    kv_transfer_params: Null,
+    ec_transfer_params: Null,
+    output_mode: &'static str,
+    #[schema(value_type = Vec<Sample>)]
+    choices: Vec<Box<RawValue>>,
+}
+
+/// One sample, or the part of it in one event.
+#[derive(Serialize, ToSchema, Default)]
+struct Sample {
+    index: usize,
+    /// `stop`, `length`, or `abort` for a sample that was aborted; null before its end.
+    finish_reason: Option<&'static str>,
+    /// The stop string or stop token that ended the sample.
+    stop_reason: Option<StopReason>,
+    token_ids: Vec<TokenId>,
+    routed_experts: Null,
+    sampling_mask: Null,
+    /// Which version of the policy made which tokens; null before the sample's end.
+    weight_versions: Option<Vec<NumberedSpan>>,
+    logprobs: Option<SampleLogprobs>,
+}
+
+/// Tokens of a sample that one version of the policy has made.
+#[derive(Serialize, ToSchema)]
+struct NumberedSpan {
+    /// A decimal number.
+    version: String,
+    /// Index of the span's first token.
+    start: u32,
+    /// Index after the span's last token.
+    end: u32,
+}
+
+/// Log-probabilities of a sample's tokens.
+#[derive(Serialize, ToSchema)]
+struct SampleLogprobs {
+    content: Vec<SampledToken>,
+}
+
+/// A sampled token, its log-probability and its place among all tokens.
+#[derive(Serialize, ToSchema)]
+struct SampledToken {
+    #[serde(flatten)]
+    token: RankedToken,
+    /// The token itself, then the most likely ones.
+    top_logprobs: Vec<RankedToken>,
+}
+
+/// A token with its log-probability: -9999 for minus infinity, null for NaN.
+#[derive(Clone, Copy, Serialize, ToSchema)]
+struct RankedToken {
+    token_id: TokenId,
+    logprob: Option<f32>,
+    /// 1 for the most likely token.
+    rank: u32,
+}
+
+/// One event of a stream.
+#[derive(Serialize)]
+struct Chunk<'a> {
+    request_id: &'a str,
+    usage: Option<Usage>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    prompt_token_ids: Option<&'a [TokenId]>,
+    output_mode: &'static str,
+    choices: &'a [Sample],
+}
+
+/// Turns the events of one request into its answer, or into the events of its stream.
+struct InferenceWriter {
+    id: String,
+    report: Report,
+    prompt: Prompt,
+    prompt_logprobs: Option<PromptLogprobs>,
+    kept: FinishedSamples,
+    /// Whether a stream has begun.
+    begun: bool,
+    streamed_tokens: u64,
+}
+
+impl InferenceWriter {
+    fn new(request: &ValidRequest, report: Report, traffic: &Traffic) -> Self {
+        let samples = if report.is_stream { 0 } else { samples_per_prompt(request) };
+        Self {
+            id: format!("generate-tokens-{}", request.request_id),
+            report,
+            prompt: request.prompts[0].clone(),
+            prompt_logprobs: None,
+            kept: FinishedSamples::new(samples, samples * SAMPLE, traffic),
+            begun: false,
+            streamed_tokens: 0,
+        }
+    }
+
+    /// The log-probabilities of tokens, if they were requested.
+    fn logprobs(&self, tokens: &[TokenLogprobs]) -> Option<SampleLogprobs> {
+        let top = self.report.logprobs? as usize;
+        let content = tokens.iter().map(|token| entry(token, self.report.mode, top)).collect();
+        Some(SampleLogprobs { content })
+    }
+
+    /// The end of a sample, without its tokens.
+    fn ended(&self, completion: &Completion) -> Sample {
+        let span = |&(version, start, end): &(u64, u32, u32)| NumberedSpan { version: version.to_string(), start, end };
+        Sample {
+            index: completion.sample_index as usize,
+            finish_reason: Some(finish_reason(completion.finish_reason)),
+            stop_reason: self.report.stop_reason(completion),
+            weight_versions: Some(completion.weight_versions.iter().map(span).collect()),
+            logprobs: self.logprobs(&[]),
+            ..Sample::default()
+        }
+    }
+
+    /// Sends one event of a stream.
+    fn send(&mut self, choices: &[Sample], usage: Option<Usage>, out: &mut VecDeque<Bytes>) {
+        let is_first = !std::mem::replace(&mut self.begun, true);
+        let shows_prompt = is_first && self.report.returns_ids;
+        out.push_back(event(&Chunk {
+            request_id: &self.id,
+            usage,
+            prompt_token_ids: shows_prompt.then_some(&self.prompt.tokens[..]),
+            output_mode: "tokens",
+            choices,
+        }));
+    }
+}
+
+/// A token with its `top` most likely alternatives.
+fn entry(token: &TokenLogprobs, mode: LogprobsMode, top: usize) -> SampledToken {
+    let own = RankedToken { token_id: token.token, logprob: written(chosen(token, mode)), rank: token.rank };
+    let others = token.top.iter().zip(1..).take(top).filter(|((other, _), _)| *other != token.token);
+    let others = others.map(|(&(token_id, value), rank)| RankedToken { token_id, logprob: written(value), rank });
+    SampledToken { token: own, top_logprobs: std::iter::once(own).chain(others).collect() }
+}
+
+impl Samples for InferenceWriter {
+    fn prompt_logprobs(&mut self, _: usize, logprobs: Vec<TokenLogprobs>) -> Result<()> {
+        let report = &self.report;
+        self.prompt_logprobs = report.of_prompt(report.prompt_logprobs, &self.prompt, &logprobs, &mut self.kept)?;
+        Ok(())
+    }
+
+    fn token(
+        &mut self,
+        (_, sample): (u32, u32),
+        token: &TokenLogprobs,
+        _: String,
+        out: &mut VecDeque<Bytes>,
+    ) -> Result<()> {
+        self.streamed_tokens += 1;
+        let usage = Usage::new(self.prompt.tokens.len() as u64, self.streamed_tokens);
+        let usage = self.report.stream_options.continuous_usage_stats.then_some(usage);
+        let choice = Sample {
+            index: sample as usize,
+            token_ids: vec![token.token],
+            logprobs: self.logprobs(std::slice::from_ref(token)),
+            ..Sample::default()
+        };
+        self.send(&[choice], usage, out);
+        Ok(())
+    }
+
+    /// The text only shows which stop string has ended a sample.
+    fn text(&mut self, _: (u32, u32), _: String, _: &mut VecDeque<Bytes>) {}
+
+    fn end_sample(&mut self, completion: &Completion, out: &mut VecDeque<Bytes>) {
+        let choice = self.ended(completion);
+        self.send(&[choice], None, out);
+    }
+
+    fn keep_sample(&mut self, completion: Completion) -> Result<()> {
+        let each = self.report.logprobs.map_or(0, |top| LOGPROB + ALTERNATIVE * top as usize) + size_of::<TokenId>();
+        let held = self.kept.hold(completion.tokens.len() * each)?;
+        let token_ids = completion.tokens.iter().map(|token| token.token).collect();
+        let choice = Sample { token_ids, logprobs: self.logprobs(&completion.tokens), ..self.ended(&completion) };
+        self.kept.push(choice.index, &choice, held)
+    }
+
+    fn end_stream(&mut self, summary: &Summary, out: &mut VecDeque<Bytes>) {
+        if self.report.stream_options.include_usage {
+            self.send(&[], Some(Usage::new(summary.prompt_tokens, summary.completion_tokens)), out);
+        }
+    }
+
+    fn answer(&mut self, summary: &Summary) -> Bytes {
+        let report = &self.report;
+        self.kept.finish(|choices| {
+            json(&InferenceAnswer {
+                request_id: &self.id,
+                model: &report.model,
+                created: report.created,
+                usage: Usage::of(summary),
+                prompt_logprobs: self.prompt_logprobs.as_ref(),
+                prompt_token_ids: report.returns_ids.then_some(&self.prompt.tokens[..]),
+                output_mode: "tokens",
+                choices,
+                ..InferenceAnswer::default()
+            })
+        })
+    }
+}

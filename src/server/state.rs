@@ -1,0 +1,230 @@
+//! The state that all services share: the stage of the process's life, the loaded model, and the engine's handle.
+//! No call is admitted while the model loads, all are while the server serves, and only questions while it ends.
+
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::pin::pin;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::task::Poll;
+use std::time::Duration;
+
+use tokio::sync::watch;
+
+use super::encoder::PromptEncoder;
+use crate::comm::Trainers;
+use crate::engine::EngineHandle;
+use crate::error::{Error, Result};
+use crate::memory::Traffic;
+use crate::observe::Observer;
+use crate::types::TokenId;
+use crate::weights::{Parameters, Sources};
+
+/// Everything the services need once the model is loaded.
+pub struct ServingContext {
+    pub model: Arc<ModelFacts>,
+    pub info: ServerInfo,
+    pub engine: EngineHandle,
+    /// Count of the bytes of requests and replies in progress.
+    pub traffic: Traffic,
+    /// The model's parameters, against which pushes are checked.
+    pub parameters: Arc<Parameters>,
+    /// The directory and segments that pushes may be read from.
+    pub sources: Arc<Sources>,
+    /// Time without a message after which a push is ended.
+    pub update_idle: Duration,
+    /// Joins groups of trainers that broadcast their weights.
+    pub trainers: Trainers,
+}
+
+/// Facts of the model that requests are checked against.
+pub struct ModelFacts {
+    pub vocab_size: usize,
+    /// Most tokens that a prompt and its completion may have together.
+    pub max_model_len: usize,
+    /// The model's end-of-sequence tokens, ascending.
+    pub eos_token_ids: Vec<TokenId>,
+    /// Encodes prompts of text; None if the model has no tokenizer, so that requests must use token ids.
+    pub encoder: Option<Arc<PromptEncoder>>,
+}
+
+/// Facts that `GetInfo` reports and that are not in [`ModelFacts`].
+#[derive(Clone, Debug, Default)]
+pub struct ServerInfo {
+    pub model: String,
+    pub architecture: String,
+    /// Data type of weights and KV cache: `bfloat16` or `float32`.
+    pub dtype: String,
+    /// Device of the model: `cpu` or `cuda`.
+    pub device: String,
+    pub tensor_parallel_size: usize,
+    pub max_num_seqs: usize,
+    pub max_batch_tokens: usize,
+    pub block_size: usize,
+    /// Number of weights in the model; tied ones count once.
+    pub parameters: u64,
+    /// Instruction set that the kernels use.
+    pub kernel: String,
+    pub max_adapters: usize,
+    pub max_lora_rank: usize,
+    /// UUIDs of the devices in whose memory pushes may lie.
+    pub device_uuids: Vec<String>,
+    /// Whether a result has the same bits whatever is computed beside it.
+    pub batch_invariant: bool,
+}
+
+/// The stage of the process's life. It only moves forward.
+#[derive(Clone)]
+pub(super) enum Stage {
+    Starting,
+    Serving(Arc<ServingContext>),
+    Ending(Arc<ServingContext>),
+    /// The engine has ended; calls that still wait for it will get no answer.
+    Ended(Arc<ServingContext>),
+}
+
+impl Stage {
+    /// Whether the server ends. If the engine has ended by itself, no call may have seen the stage before.
+    fn is_ending(&self) -> bool {
+        matches!(self, Self::Ending(_) | Self::Ended(_))
+    }
+}
+
+/// Moves the stage forward. Only `serve` has it.
+pub(super) struct StageSetter {
+    stage: watch::Sender<Stage>,
+    in_flight: watch::Sender<usize>,
+}
+
+/// The services' view of the state. Cheap to clone.
+#[derive(Clone)]
+pub(super) struct ServerState {
+    stage: watch::Receiver<Stage>,
+    in_flight: watch::Sender<usize>,
+    /// Metrics, timeline and journal, which exist before the model is loaded.
+    pub(super) observer: Observer,
+    /// Number of calls that ended with a panic.
+    pub(super) panics: Panics,
+}
+
+/// Counts a call as in flight until it is dropped. Shutdown waits until none is left.
+pub(super) struct InFlight(watch::Sender<usize>);
+
+impl Drop for InFlight {
+    fn drop(&mut self) {
+        self.0.send_modify(|n| *n = n.checked_sub(1).expect("as many ends as starts"));
+    }
+}
+
+impl StageSetter {
+    pub(super) fn set(&self, stage: Stage) {
+        self.stage.send_replace(stage);
+    }
+
+    /// Returns once no call is in flight.
+    pub(super) async fn drained(&self) {
+        let mut in_flight = self.in_flight.subscribe();
+        // The wait cannot fail, because the sender is a field of this value.
+        let _ = in_flight.wait_for(|n| *n == 0).await;
+    }
+}
+
+impl ServerState {
+    /// The state of a server that starts.
+    pub(super) fn new(observer: Observer) -> (StageSetter, Self) {
+        let (stage, watched) = watch::channel(Stage::Starting);
+        let in_flight = watch::Sender::new(0);
+        let setter = StageSetter { stage, in_flight: in_flight.clone() };
+        (setter, Self { stage: watched, in_flight, observer, panics: Panics::default() })
+    }
+
+    /// Admits a call that takes a while, and counts it as in flight.
+    ///
+    /// # Errors
+    /// `Unavailable` while the server starts or ends.
+    pub(super) fn admit(&self) -> Result<(Arc<ServingContext>, InFlight)> {
+        // The count is raised before the stage is read, so that shutdown waits for every call that is admitted.
+        self.in_flight.send_modify(|n| *n += 1);
+        let in_flight = InFlight(self.in_flight.clone());
+        match &*self.stage.borrow() {
+            Stage::Starting => Err(starting()),
+            Stage::Serving(context) => Ok((Arc::clone(context), in_flight)),
+            Stage::Ending(_) | Stage::Ended(_) => Err(shutting_down()),
+        }
+    }
+
+    /// Admits a question, which is answered until the very end.
+    ///
+    /// # Errors
+    /// `Unavailable` while the server starts.
+    pub(super) fn context(&self) -> Result<Arc<ServingContext>> {
+        match &*self.stage.borrow() {
+            Stage::Starting => Err(starting()),
+            Stage::Serving(context) | Stage::Ending(context) | Stage::Ended(context) => Ok(Arc::clone(context)),
+        }
+    }
+
+    /// The count of the bytes of requests and replies.
+    ///
+    /// # Errors
+    /// `Unavailable` while the server starts.
+    pub(super) fn traffic(&self) -> Result<Traffic> {
+        self.context().map(|context| context.traffic.clone())
+    }
+
+    pub(super) fn is_ending(&self) -> bool {
+        self.stage.borrow().is_ending()
+    }
+
+    /// Waits until the server ends. Returns the error for calls that the engine does not have yet.
+    pub(super) async fn ending(&self) -> Error {
+        // If the setter is gone, the server has ended.
+        let _ = self.stage.clone().wait_for(Stage::is_ending).await;
+        shutting_down()
+    }
+
+    /// Waits for the end of the engine. Returns the error for calls whose work ends with it.
+    pub(super) async fn ended(&self) -> Error {
+        if self.stage.clone().wait_for(|stage| matches!(stage, Stage::Ended(_))).await.is_err() {
+            // Without its setter the stage never changes again.
+            std::future::pending::<()>().await;
+        }
+        shutting_down()
+    }
+}
+
+pub(super) fn shutting_down() -> Error {
+    Error::Unavailable("the server is shutting down".into())
+}
+
+fn starting() -> Error {
+    Error::Unavailable("the server is starting: the model is not loaded yet".into())
+}
+
+/// Counts calls that panic. Each such call ends with INTERNAL, and all others continue. Clones share one count.
+#[derive(Clone, Debug, Default)]
+pub(super) struct Panics(Arc<AtomicU64>);
+
+impl Panics {
+    pub(super) fn count(&self) -> u64 {
+        self.0.load(Ordering::Relaxed)
+    }
+
+    /// The result of `work`, or the error of a call that panicked. The log has the panic itself.
+    pub(super) fn catch<T>(&self, work: impl FnOnce() -> T) -> Result<T> {
+        catch_unwind(AssertUnwindSafe(work)).map_err(|_| {
+            let before = self.0.fetch_add(1, Ordering::Relaxed);
+            tracing::error!(panics = before + 1, "a call was given up after a panic");
+            Error::Internal("the call was given up after a panic; the server's log has it".into())
+        })
+    }
+
+    /// The same for a future, which is never polled again after a panic.
+    pub(super) async fn catch_future<F: Future>(&self, work: F) -> Result<F::Output> {
+        let mut work = pin!(work);
+        std::future::poll_fn(|cx| match self.catch(|| work.as_mut().poll(cx)) {
+            Ok(polled) => polled.map(Ok),
+            Err(error) => Poll::Ready(Err(error)),
+        })
+        .await
+    }
+}
