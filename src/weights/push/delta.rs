@@ -40,8 +40,8 @@ pub(super) fn decoded_bytes(changed: u64, dtype: Dtype) -> u64 {
     changed.saturating_mul((size_of::<u64>() + GAP_BYTES + dtype.size()) as u64)
 }
 
-/// Decodes the payload of a tensor. The memory that this takes is bounded by the number of changed elements, which is at
-/// most that of all, whatever the payload would decompress to.
+/// Decodes the payload of a tensor, of which all elements may have changed. The memory that this takes is bounded by
+/// the number of changed elements, whatever the payload would decompress to.
 ///
 /// # Errors
 /// `InvalidArgument` naming the tensor if the payload does not have so many elements, an index is outside the tensor or

@@ -89,8 +89,8 @@ impl Packing {
             },
         )?;
         drop(rows);
-        let digested = copies.into_iter().zip(&digests);
-        digested.map(|((index, _), digested)| manifest.tensors[index].take_digested(digested)).collect()
+        let mut digested = copies.into_iter().zip(&digests);
+        digested.try_for_each(|((index, _), digested)| manifest.tensors[index].take_digested(digested))
     }
 
     /// The index of the shadow tensor that tensor `index` goes into; `None` for one that brings no parameter.
