@@ -275,7 +275,8 @@ impl<X: Executor> EngineCore<X> {
     fn report_panic(&mut self, key: RequestKey, request: &mut RequestState, panic: &str) {
         tracing::error!(request = key.0, "a request ends because its answer panicked: {panic}");
         self.stats.internal_errors += 1;
-        let error = Error::Internal(format!("the answer to this request panicked: {panic}; other requests are unaffected"));
+        let error =
+            Error::Internal(format!("the answer to this request panicked: {panic}; other requests are unaffected"));
         if catch_unwind(AssertUnwindSafe(|| request.fail(error))).is_err() {
             tracing::error!(request = key.0, "its client could not be notified");
         }

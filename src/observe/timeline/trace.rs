@@ -73,7 +73,9 @@ impl Writer {
             let written = self.write_settled().and_then(|()| if ends { self.write_end() } else { Ok(()) });
             if let Err(error) = written {
                 let path = self.path.display();
-                tracing::warn!("--trace-file {path}: {error}; the file ends here, and the server keeps running without it");
+                tracing::warn!(
+                    "--trace-file {path}: {error}; the file ends here, and the server keeps running without it"
+                );
                 return;
             }
             if ends {
