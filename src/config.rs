@@ -4,7 +4,7 @@ use std::path::PathBuf;
 
 use clap::builder::{PossibleValue, PossibleValuesParser, TypedValueParser};
 use clap::{Parser, ValueEnum};
-use rollout_kernels::Backend;
+use rollout_kernels::{AllReduce, AttentionKernel, Backend};
 
 use crate::error::{Error, Result};
 
@@ -26,13 +26,13 @@ pub struct Config {
     pub tp: usize,
 
     /// How sums over ranks are added: in one tree, so that results do not depend on --tp, or by NCCL.
-    #[arg(long, env = "ROLLOUT_ALL_REDUCE", value_enum, default_value_t = AllReduceChoice::Tree)]
-    pub all_reduce: AllReduceChoice,
+    #[arg(long, env = "ROLLOUT_ALL_REDUCE", value_enum, default_value_t = AllReduce::Tree)]
+    pub all_reduce: AllReduce,
 
     /// Kernels for the attention of prompts: the server's own, which keep results independent of the batch, or
     /// FlashAttention 2, if the build has it.
-    #[arg(long, env = "ROLLOUT_ATTENTION", value_enum, default_value_t = AttentionChoice::Invariant)]
-    pub attention: AttentionChoice,
+    #[arg(long, env = "ROLLOUT_ATTENTION", value_enum, default_value_t = AttentionKernel::Invariant)]
+    pub attention: AttentionKernel,
 
     /// Ceiling on the memory of the whole process, as a fraction of the device's memory (on the CPU: of the smallest of
     /// the machine's memory, its cgroup's limit and the limits of `ulimit -v` and `ulimit -d`).
@@ -242,18 +242,6 @@ pub enum SpeculationChoice {
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
-pub enum AllReduceChoice {
-    Tree,
-    Nccl,
-}
-
-#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
-pub enum AttentionChoice {
-    Invariant,
-    Flash,
-}
-
-#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 pub enum GraphsChoice {
     Auto,
     On,
@@ -274,7 +262,7 @@ impl Config {
 
     /// Whether a row's results have the same bits in every batch.
     pub fn is_batch_invariant(&self) -> bool {
-        self.attention == AttentionChoice::Invariant && (self.tp == 1 || self.all_reduce == AllReduceChoice::Tree)
+        self.attention == AttentionKernel::Invariant && (self.tp == 1 || self.all_reduce == AllReduce::Tree)
     }
 
     /// Checks each flag's bounds, as far as they do not depend on the model or the machine.

@@ -9,12 +9,12 @@ use std::thread::JoinHandle;
 use std::time::Duration;
 
 use clap::ValueEnum;
-use rollout_kernels::{AllReduce, AttentionKernel, DeviceOptions, Devices, ModelShape, StorageDtype};
+use rollout_kernels::{DeviceOptions, Devices, ModelShape, StorageDtype};
 
 use crate::cache::KvCacheManager;
 use crate::clock::Clock;
 use crate::comm::Trainers;
-use crate::config::{AllReduceChoice, AttentionChoice, Config, DTypeChoice, GraphsChoice, SpeculationChoice};
+use crate::config::{Config, DTypeChoice, GraphsChoice, SpeculationChoice};
 use crate::engine::{COMMAND_QUEUE, Engine, EngineHandle, Setup};
 use crate::error::{Error, Result};
 use crate::memory::Traffic;
@@ -135,7 +135,7 @@ pub fn start(config: &Config, observer: Observer, recorder: Recorder) -> Result<
     let model = ModelConfig::from_files(&files)?;
     model.check_tensor_parallel(config.tp)?;
     let layout = Layout::new(config, &model)?;
-    let communicators = CommunicatorPlan::of_ranks(&layout.devices, config.tp, all_reduce(config))?;
+    let communicators = CommunicatorPlan::of_ranks(&layout.devices, config.tp, config.all_reduce)?;
     let text = ModelText::open(&files.tokenizer)?;
 
     let mut decoders: Vec<_> = (0..layout.world)
@@ -200,13 +200,6 @@ pub fn start(config: &Config, observer: Observer, recorder: Recorder) -> Result<
     })
 }
 
-fn all_reduce(config: &Config) -> AllReduce {
-    match config.all_reduce {
-        AllReduceChoice::Tree => AllReduce::Tree,
-        AllReduceChoice::Nccl => AllReduce::Library,
-    }
-}
-
 impl Layout {
     fn new(config: &Config, model: &ModelConfig) -> Result<Self> {
         let is_float32 = match config.dtype {
@@ -264,10 +257,7 @@ impl Layout {
 fn open_devices(config: &Config) -> Result<Devices> {
     let kernel = config.kernel.to_possible_value().expect("every choice has a name");
     let threads = (config.threads() / config.tp).max(1);
-    let attention = match config.attention {
-        AttentionChoice::Invariant => AttentionKernel::Invariant,
-        AttentionChoice::Flash => AttentionKernel::Flash,
-    };
+    let attention = config.attention;
     let options = DeviceOptions { threads, kernel: kernel.get_name(), attention, ..DeviceOptions::default() };
     let devices = Devices::open(config.device, config.tp, &options)?;
     if !config.is_batch_invariant() {

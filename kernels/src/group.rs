@@ -5,12 +5,13 @@ use candle_core::{Result, Tensor};
 use crate::backend::group::GroupImpl;
 
 /// How the sums over the ranks of a group are added.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
 pub enum AllReduce {
     /// Each rank gathers the terms of all and adds them in a balanced binary tree, so that the bits are the same on any
     /// number of ranks that is a power of two.
     Tree,
     /// As the devices' communication library adds them: fewer bytes travel, and the bits depend on the number of ranks.
+    #[value(name = "nccl")]
     Library,
 }
 

@@ -3,17 +3,17 @@
 mod meter;
 mod operators;
 mod program;
-mod strftime;
 mod tojson;
 
 use std::collections::{BTreeMap, HashMap};
 use std::path::Path;
-use std::time::{SystemTime, UNIX_EPOCH};
 
 use candle_core::quantized::gguf_file::Value as GgufValue;
 use minijinja::value::{Serde, Value};
 use minijinja::{Environment, ErrorKind};
 use serde_json::Value as Json;
+use time::OffsetDateTime;
+use time::format_description::parse_strftime_borrowed;
 
 use super::gguf;
 use super::tool_calls::ToolFormat;
@@ -27,6 +27,9 @@ const NAME: &str = "chat_template";
 /// Mark that [`ChatTemplate::render`] appends to a message that the model is to continue, to find its end in the text.
 /// The space at its end shows whether the template trims messages.
 const CONTINUE: &str = "CONTINUE_FINAL_MESSAGE_TAG ";
+
+/// Longest format of a date, because the meter does not count the bytes of dates. Real formats have about 20 bytes.
+const MAX_DATE_FORMAT_BYTES: usize = 1024;
 
 /// The input of a template.
 #[derive(Clone, Debug, Default)]
@@ -232,8 +235,18 @@ fn raise_exception(message: String) -> std::result::Result<Value, minijinja::Err
 /// The current date, for templates. It is in UTC, although transformers uses the machine's time zone: a reply should
 /// not depend on the server's location.
 fn strftime_now(format: &str) -> std::result::Result<String, minijinja::Error> {
-    let seconds = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |d| d.as_secs());
-    strftime::strftime(format, seconds).map_err(|e| minijinja::Error::new(ErrorKind::InvalidOperation, e))
+    let refusal = |e: String| minijinja::Error::new(ErrorKind::InvalidOperation, format!("strftime_now: {e}"));
+    if format.len() > MAX_DATE_FORMAT_BYTES {
+        return Err(refusal(format!("the format has more than {MAX_DATE_FORMAT_BYTES} bytes")));
+    }
+    strftime(format, OffsetDateTime::now_utc()).map_err(|e| refusal(e.to_string()))
+}
+
+/// Formats a time in UTC as C's `strftime` does.
+fn strftime(format: &str, time: OffsetDateTime) -> time::Result<String> {
+    // The time crate knows no names of time zones.
+    let format = format.split("%%").map(|part| part.replace("%Z", "UTC")).collect::<Vec<_>>().join("%%");
+    Ok(time.format(&parse_strftime_borrowed(&format)?)?)
 }
 
 #[cfg(test)]

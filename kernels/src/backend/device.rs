@@ -29,7 +29,7 @@ impl Default for DeviceOptions<'_> {
 }
 
 /// Which kernels compute attention.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
 pub enum AttentionKernel {
     /// The device's own: a row's bits depend on nothing but the row's own inputs.
     Invariant,

@@ -67,6 +67,24 @@ fn date_of_today_and_json_arguments() {
 }
 
 #[test]
+fn dates_are_formatted_as_by_c() {
+    let at = |format: &str, seconds| strftime(format, OffsetDateTime::from_unix_timestamp(seconds).unwrap());
+    let all = "%Y-%m-%d %H:%M:%S %a %A %b %B %h %y %e %I %p %F %T %Z %z %%Z %%%Z %j";
+    let first =
+        "1970-01-01 00:00:00 Thu Thursday Jan January Jan 70  1 12 AM 1970-01-01 00:00:00 UTC +0000 %Z %UTC 001";
+    assert_eq!(at(all, 0).unwrap(), first);
+    let leap =
+        "2024-02-29 23:59:59 Thu Thursday Feb February Feb 24 29 11 PM 2024-02-29 23:59:59 UTC +0000 %Z %UTC 060";
+    assert_eq!(at(all, 1_709_251_199).unwrap(), leap);
+    let next = "2024-03-01 00:00:00 Fri Friday Mar March Mar 24  1 12 AM 2024-03-01 00:00:00 UTC +0000 %Z %UTC 061";
+    assert_eq!(at(all, 1_709_251_200).unwrap(), next);
+    assert_eq!(at("%d %b %Y", 4_102_444_800).unwrap(), "01 Jan 2100");
+    for wrong in ["%Q", "%", "%-", "%\u{e9}"] {
+        assert!(at(wrong, 0).is_err(), "{wrong}");
+    }
+}
+
+#[test]
 fn failures_say_what_the_template_says() {
     let error = ChatTemplate::new("{% if %}".into(), BTreeMap::new()).unwrap_err();
     assert!(matches!(&error, Error::Config(e) if e.contains("line 1") || e.contains("chat_template:1")), "{error}");
@@ -76,7 +94,13 @@ fn failures_say_what_the_template_says() {
         let error = render(&template(source), nothing()).unwrap_err();
         assert_eq!(error.to_string(), "messages: the model's chat template refuses them: no 1");
     }
-    for source in ["{{ messages[3].content }}", "{{ nothing() }}", "{{ x.y }}", "{{ strftime_now('%Q') }}"] {
+    for source in [
+        "{{ messages[3].content }}",
+        "{{ nothing() }}",
+        "{{ x.y }}",
+        "{{ strftime_now('%Q') }}",
+        "{{ strftime_now('%' * 2000) }}",
+    ] {
         assert!(matches!(render(&template(source), nothing()), Err(Error::InvalidArgument { .. })), "{source}");
     }
 }
