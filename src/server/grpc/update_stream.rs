@@ -1,6 +1,7 @@
 //! The method Update: decodes its messages from frames that may end anywhere. tonic's decoder would first gather each
 //! message, which copies every chunk of weights into fresh pages. Here the data of a chunk is passed on in the pieces
-//! in which it arrived.
+//! in which it arrived. An incomplete message is charged, and the number of updates at once is limited:
+//! `test_500_pushes_that_never_end` in `clients/python/tests/test_memory_ceiling.py`.
 
 use std::pin::Pin;
 use std::sync::Arc;
