@@ -1,4 +1,6 @@
-//! The reply of one request: receives the engine's events, and makes the messages that gRPC or HTTP sends.
+//! The reply of one request: receives the engine's events, and makes the messages that gRPC or HTTP sends. A
+//! client that never reads cannot fill the memory: `test_tokens_that_nobody_reads` in
+//! `clients/python/tests/test_memory_ceiling.py`.
 
 use std::collections::VecDeque;
 use std::pin::Pin;

@@ -1,5 +1,6 @@
 //! Weight matrices in device memory.
 
+use std::ops::Range;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 

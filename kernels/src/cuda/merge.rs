@@ -21,7 +21,7 @@ use super::tensor;
 use crate::cpu::Isa;
 use crate::error::out_of_memory;
 use crate::merge::{LoraDelta, LowRank, Merge, MergeBase, ReadValues, Replacement};
-use crate::values::{Dtype, StorageDtype, TensorData, TensorView};
+use crate::values::{Dtype, StorageDtype};
 
 /// The tile of a block of `cu/merge.cu`, and its threads.
 const TILE_ROWS: usize = 128;

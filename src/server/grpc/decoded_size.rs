@@ -1,6 +1,9 @@
 //! How much memory an encoded message takes once prost has decoded it, found by reading it once. A message of a few
 //! bytes may become a struct of hundreds, and a list of token ids hardly more than its encoding, so no factor on the
 //! length serves both. The read also finds malformed messages, with the path of the field.
+//!
+//! Tests: `test_a_chat_of_eight_million_messages` in `clients/python/tests/test_memory_ceiling.py`, and
+//! `receive/tests.rs`, which compares with prost.
 
 use std::collections::HashMap;
 

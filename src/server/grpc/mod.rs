@@ -61,11 +61,11 @@ pub(super) fn routes(server: &ServerState, access: &Access, health: HealthServer
 /// The services Rollout, Weights and Control.
 fn services(server: &ServerState) -> Router {
     let rollout = RolloutServer::new(RolloutService::new(server.clone()));
-    let weights = WeightsService::new(server.clone());
-    let updates = post(update_stream::update).with_state(UpdateReceiver::new(weights.clone()));
+    let weights = WeightsServer::new(WeightsService::new(server.clone()));
+    let updates = post(update_stream::update).with_state(UpdateReceiver::new(server));
     // tonic's default limit of 4 MiB is enough for the other services.
     Routes::new(rollout.max_decoding_message_size(MAX_LARGE_BYTES))
-        .add_service(WeightsServer::new(weights))
+        .add_service(weights)
         .add_service(ControlServer::new(ControlService::new(server.clone())))
         .into_axum_router()
         .route("/rollout.v1.Weights/Update", updates)

@@ -1,6 +1,7 @@
 //! The method Update: decodes its messages from frames that may end anywhere. tonic's decoder would first gather each
 //! message, which copies every chunk of weights into fresh pages. Here the data of a chunk is passed on in the pieces
-//! in which it arrived.
+//! in which it arrived. An incomplete message is charged, and the number of updates at once is limited:
+//! `test_500_pushes_that_never_end` in `clients/python/tests/test_memory_ceiling.py`.
 
 use std::pin::Pin;
 use std::sync::Arc;
@@ -19,13 +20,15 @@ use tonic::server::{ClientStreamingService, Grpc};
 use tonic::{Status, Streaming};
 use tonic_prost::ProstCodec;
 
+use super::middleware::{Answer, answer, deadline_of};
 use super::status::to_status;
-use super::weights::WeightsService;
-use crate::engine::Activity;
+use crate::engine::{Activity, UpdateSender};
 use crate::error::{Error, Result};
 use crate::memory::{Charge, Traffic};
-use crate::server::pb;
+use crate::observe::PushGuard;
 use crate::server::pb::update_request::Kind;
+use crate::server::pushes::{self, PushThread, StagedUpdate};
+use crate::server::{ServerState, ServingContext, convert, pb};
 
 /// Most updates that are received at once. The engine rejects all but one when their headers are here; until then each
 /// may hold a message, and the bytes that its stream's window lets through.
@@ -40,28 +43,28 @@ const PREFIX_BYTES: usize = 5;
 /// Most bytes that precede the data in an encoded chunk: four keys, two lengths below 2^28, a u32 and a u64.
 const HEAD_BYTES: usize = 4 + 2 * 4 + 5 + 10;
 
-/// The service that takes updates, with a permit for each that is received.
+/// The state of the handler, with a permit for each update that is received.
 #[derive(Clone)]
 pub(super) struct UpdateReceiver {
-    weights: WeightsService,
+    server: ServerState,
     permits: Arc<Semaphore>,
 }
 
 impl UpdateReceiver {
-    pub(super) fn new(weights: WeightsService) -> Self {
-        Self { weights, permits: Arc::new(Semaphore::new(MAX_UPDATES)) }
+    pub(super) fn new(server: &ServerState) -> Self {
+        Self { server: server.clone(), permits: Arc::new(Semaphore::new(MAX_UPDATES)) }
     }
 }
 
 /// Handles a call of Update in place of the generated service.
 pub(super) async fn update(State(receiver): State<UpdateReceiver>, request: Request) -> Response {
-    let UpdateReceiver { weights, permits } = receiver;
+    let UpdateReceiver { server, permits } = receiver;
     let Ok(_permit) = permits.try_acquire() else {
         let message = format!("{MAX_UPDATES} updates are being received already; one is applied at a time, so wait");
         return Status::resource_exhausted(message).into_http();
     };
     let (head, body) = request.into_parts();
-    let update = Update { weights, body: Some(body) };
+    let update = Update { server, body: Some(body) };
     // tonic reads the request's head and writes the response; the body is read elsewhere.
     let mut grpc = Grpc::new(ProstCodec::default());
     grpc.client_streaming(update, Request::from_parts(head, Body::empty())).await.into_response()
@@ -69,7 +72,7 @@ pub(super) async fn update(State(receiver): State<UpdateReceiver>, request: Requ
 
 /// One call of Update.
 struct Update {
-    weights: WeightsService,
+    server: ServerState,
     /// The request's body; None once the call has taken it.
     body: Option<Body>,
 }
@@ -79,17 +82,59 @@ impl ClientStreamingService<pb::UpdateRequest> for Update {
     type Future = BoxFuture<tonic::Response<pb::UpdateResponse>, Status>;
 
     fn call(&mut self, request: tonic::Request<Streaming<pb::UpdateRequest>>) -> Self::Future {
-        let (weights, body) = (self.weights.clone(), self.body.take());
+        let (server, body) = (self.server.clone(), self.body.take());
         Box::pin(async move {
             let body = body.ok_or_else(|| Status::internal("an update is received once"))?;
-            let traffic = weights.server.traffic().map_err(to_status)?;
-            weights.receive(request.map(|_| UpdateMessages::new(body.into_data_stream(), &traffic))).await
+            let traffic = server.traffic().map_err(to_status)?;
+            receive(&server, request.map(|_| UpdateMessages::new(body.into_data_stream(), &traffic))).await
         })
     }
 }
 
+/// One transaction, within the deadline of its call.
+async fn receive(server: &ServerState, request: tonic::Request<UpdateMessages>) -> Answer<pb::UpdateResponse> {
+    let deadline = deadline_of(&request);
+    let peer = request.remote_addr().map_or_else(|| "an unknown address".into(), |peer| peer.to_string());
+    let messages = request.into_inner();
+    let receive = |context: Arc<ServingContext>, sender: UpdateSender, noted| async move {
+        let messages = messages.with_idle_limit(sender.activity.clone(), context.update_idle);
+        receive_push(&context, messages, sender, noted).await
+    };
+    answer(deadline, pushes::transact(server, peer, receive)).await
+}
+
+/// Receives and verifies a push up to its commit.
+async fn receive_push(
+    context: &Arc<ServingContext>,
+    mut messages: UpdateMessages,
+    sender: UpdateSender,
+    noted: PushGuard,
+) -> Result<StagedUpdate> {
+    let Some(Kind::Header(header)) = messages.next().await? else {
+        return Err(Error::invalid("header", "is missing; it is the first message of an update"));
+    };
+    let (header, tensors) = convert::header(header)?;
+    let mut declared = tensors.len();
+    let mut push = PushThread::open(context, header, tensors, sender, noted).await?;
+    loop {
+        match messages.next().await? {
+            Some(Kind::Chunk(chunk)) => push.chunk(chunk).await?,
+            Some(Kind::Manifest(manifest)) => {
+                let tensors = convert::tensors(manifest.tensors, declared)?;
+                declared += tensors.len();
+                push.declare(tensors).await?;
+            }
+            Some(Kind::Commit(pb::Commit {})) => return push.finish().await,
+            Some(Kind::Header(_)) => return Err(Error::invalid("header", "comes once, at the start")),
+            None => {
+                return Err(Error::invalid("commit", "is missing: the stream ended without; nothing is changed"));
+            }
+        }
+    }
+}
+
 /// Decoder of an update's messages from frames that may end anywhere.
-pub(super) struct UpdateMessages {
+struct UpdateMessages {
     frames: Pin<Box<dyn Stream<Item = std::result::Result<Bytes, axum::Error>> + Send>>,
     activity: Activity,
     /// Longest time to wait for the next byte.
@@ -122,7 +167,7 @@ impl UpdateMessages {
     }
 
     /// Makes the decoder end the push after `idle_limit` without a byte.
-    pub(super) fn with_idle_limit(self, activity: Activity, idle_limit: Duration) -> Self {
+    fn with_idle_limit(self, activity: Activity, idle_limit: Duration) -> Self {
         Self { activity, idle_limit, ..self }
     }
 
@@ -132,7 +177,7 @@ impl UpdateMessages {
     /// # Errors
     /// `InvalidArgument` for a message that is malformed, cut off, too long, compressed or empty; `ResourceExhausted`
     /// if there is no room for it; `Aborted` if the stream breaks or is idle for too long.
-    pub(super) async fn next(&mut self) -> Result<Option<Kind>> {
+    async fn next(&mut self) -> Result<Option<Kind>> {
         // The caller has handled the message before, which counts as activity.
         self.activity.touch();
         if let Some(chunk) = self.chunk.take() {

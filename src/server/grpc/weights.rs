@@ -1,46 +1,27 @@
 //! The service Weights: Update, CancelUpdate, ListParameters, Checksum, ListAdapters, RemoveAdapter.
 
-use std::sync::Arc;
-
 use tonic::{Request, Response, Status, Streaming};
 
 use super::middleware::{Answer, answer, deadline_of};
 use super::status::to_status;
-use super::update_stream::UpdateMessages;
-use crate::engine::{Command, UpdateSender};
-use crate::error::{Error, Result};
-use crate::observe::PushGuard;
+use crate::engine::Command;
 use crate::server::calls::{ask, ask_cancellable};
-use crate::server::pb::{self, update_request::Kind};
-use crate::server::pushes::{self, PushThread, StagedUpdate};
-use crate::server::{ServerState, ServingContext, convert};
+use crate::server::{ServerState, ServingContext, convert, pb};
 
 #[derive(Clone)]
 pub(super) struct WeightsService {
-    pub(super) server: ServerState,
+    server: ServerState,
 }
 
 impl WeightsService {
     pub(super) fn new(server: ServerState) -> Self {
         Self { server }
     }
-
-    /// Handles a call of Update, which is one transaction, within its deadline.
-    pub(super) async fn receive(&self, request: Request<UpdateMessages>) -> Answer<pb::UpdateResponse> {
-        let deadline = deadline_of(&request);
-        let peer = request.remote_addr().map_or_else(|| "an unknown address".into(), |peer| peer.to_string());
-        let messages = request.into_inner();
-        let receive = |context: Arc<ServingContext>, sender: UpdateSender, noted| async move {
-            let messages = messages.with_idle_limit(sender.activity.clone(), context.update_idle);
-            receive_push(&context, messages, sender, noted).await
-        };
-        answer(deadline, pushes::transact(&self.server, peer, receive)).await
-    }
 }
 
 #[tonic::async_trait]
 impl pb::weights_server::Weights for WeightsService {
-    /// Never called, because [`super::update_stream`] handles these calls.
+    /// Never called, because `update_stream.rs` handles these calls.
     async fn update(&self, _: Request<Streaming<pb::UpdateRequest>>) -> Answer<pb::UpdateResponse> {
         Err(Status::internal("an update has come past the reader of its frames"))
     }
@@ -95,36 +76,6 @@ impl pb::weights_server::Weights for WeightsService {
             Ok(pb::RemoveAdapterResponse { generation })
         };
         answer(deadline, remove).await
-    }
-}
-
-/// Receives and verifies a push up to its commit.
-async fn receive_push(
-    context: &Arc<ServingContext>,
-    mut messages: UpdateMessages,
-    sender: UpdateSender,
-    noted: PushGuard,
-) -> Result<StagedUpdate> {
-    let Some(Kind::Header(header)) = messages.next().await? else {
-        return Err(Error::invalid("header", "is missing; it is the first message of an update"));
-    };
-    let (header, tensors) = convert::header(header)?;
-    let mut declared = tensors.len();
-    let mut push = PushThread::open(context, header, tensors, sender, noted).await?;
-    loop {
-        match messages.next().await? {
-            Some(Kind::Chunk(chunk)) => push.chunk(chunk).await?,
-            Some(Kind::Manifest(manifest)) => {
-                let tensors = convert::tensors(manifest.tensors, declared)?;
-                declared += tensors.len();
-                push.declare(tensors).await?;
-            }
-            Some(Kind::Commit(pb::Commit {})) => return push.finish().await,
-            Some(Kind::Header(_)) => return Err(Error::invalid("header", "comes once, at the start")),
-            None => {
-                return Err(Error::invalid("commit", "is missing: the stream ended without; nothing is changed"));
-            }
-        }
     }
 }
 

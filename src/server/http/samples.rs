@@ -1,4 +1,6 @@
 //! Routes that sample: the start of their requests, and the gathering of samples into an answer or a stream of events.
+//! Kept samples and unsent answers are counted: `test_answers_that_nobody_reads_are_counted_until_they_are_sent` in
+//! `clients/python/tests/test_memory_ceiling_http.py`.
 
 use std::collections::VecDeque;
 

@@ -1,5 +1,6 @@
 //! TLS handshakes in progress. They run while further connections are accepted, and are limited in number and time,
-//! because a client is unknown until its handshake is done.
+//! because a client is unknown until its handshake is done. Otherwise clients that stall in theirs would keep out all
+//! others: `test_clients_that_stall_in_the_handshake_leave_others_served` in `clients/python/tests/test_tls.py`.
 
 use std::collections::VecDeque;
 use std::io;

@@ -74,7 +74,7 @@ fn wrong_request_fields_are_refused() {
     });
     check("top_logprobs", "101 is more than 100", |r| r.top_logprobs = 101);
     check("sampling.structured_outputs", "no tokenizer", |r| sampling(r).structured_outputs = Some(Default::default()));
-    check("top_logprobs_of", "3 is no Distribution", |r| r.top_logprobs_of = 3);
+    check("top_logprobs_of", "3 is not a Distribution", |r| r.top_logprobs_of = 3);
     check("return_text", "no tokenizer", |r| r.return_text = true);
     check("if_weight_version", "1 is below min_weight_version 2", |r| {
         r.if_weight_version = Some(1);

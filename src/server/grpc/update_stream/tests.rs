@@ -358,8 +358,7 @@ async fn updates_have_a_reader_of_their_own_and_other_calls_do_not() {
 async fn an_update_ends_at_its_deadline() {
     let (stage, server, _commands) = open();
     let messages = UpdateMessages::new(tokio_stream::pending(), &Traffic::new(1 << 30));
-    let weights = WeightsService::new(server);
-    let update = weights.receive(limited(messages));
+    let update = receive(&server, limited(messages));
     let status = tokio::time::timeout(Duration::from_secs(10), update).await.expect("ends").expect_err("no message");
     assert_eq!(status.code(), Code::DeadlineExceeded, "{status}");
     tokio::time::timeout(Duration::from_secs(10), stage.drained()).await.expect("nothing runs");
