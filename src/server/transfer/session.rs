@@ -11,7 +11,7 @@ use tokio::time::timeout;
 use super::layout::{BroadcastTensors, Cursor, Packing, broadcasts};
 use super::{Call, Groups, TransferCommand, TransferReply};
 use crate::comm::{ByteSink, TrainerGroup, TrainerTimeout};
-use crate::engine::{RunningPolicy, UpdateSender};
+use crate::engine::UpdateSender;
 use crate::error::{Error, Result};
 use crate::observe::PushGuard;
 use crate::server::pushes::{PushThread, StagedUpdate, transact};
