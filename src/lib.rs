@@ -24,11 +24,11 @@
 //!
 //! # How a policy changes
 //!
-//! A push is a transaction: the [`engine`] reserves its memory, and a `ReceivingPush` of [`weights`] receives and verifies
-//! it beside the serving weights while generation keeps running. At the commit, the engine gives the [`executor`] one
-//! order between two steps. The push's `RunningPolicy` says how it treats running requests. A LoRA is merged into the
-//! base, never on top of the last adapter. Pause, sleep and wake change the state of the engine; [`engine`] says which
-//! state allows which command.
+//! A push is a transaction: the [`engine`] reserves its memory, and a `ReceivingPush` of [`weights`] receives and
+//! verifies it beside the serving weights while generation keeps running. At the commit, the engine gives the
+//! [`executor`] one order between two steps. The push's `RunningPolicy` says how it treats running requests. A LoRA is
+//! merged into the base, never on top of the last adapter. Pause, sleep and wake change the state of the engine;
+//! [`engine`] says which state allows which command.
 //!
 //! # Four walks
 //!

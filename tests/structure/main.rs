@@ -135,17 +135,8 @@ fn files_name_each_other_in_no_circle() {
 fn a_name_is_that_of_one_type() {
     /// Names that several types may have, because of these reasons.
     const ALLOWED: &[(&str, &str)] = &[
-        ("ChunkChoice", "two of the server's, to be renamed with its redesign"),
-        ("Completion", "OpenAI's object beside the engine's, to be renamed with the server's redesign"),
-        ("Delta", "OpenAI's object beside a push's, to be renamed with the server's redesign"),
-        ("Door", "two of the server's, to be renamed with its redesign"),
-        ("Options", "three of the server's writers, to be renamed with its redesign"),
         ("Result", "an alias of the standard type with the errors of its crate or module, as std::io has one"),
-        ("Rows", "a push's beside the kernels', to be renamed with the redesign of pushes"),
-        ("SamplingParams", "the name of the member of vLLM's request"),
-        ("ServerInfo", "two of the server's, to be renamed with its redesign"),
-        ("Timeline", "a query of the server, to be renamed with its redesign"),
-        ("Tokens", "two of the server's, to be renamed with its redesign"),
+        ("ServerInfo", "the name of vLLM's answer in /openapi.json, beside the server's own facts"),
     ];
     let is_test = |path: &str| path.contains("/tests/") || path.ends_with("/tests.rs") || path.contains("/testing");
     let mut sources = rust_files(&["src", "kernels/src", "emulator/src"]);

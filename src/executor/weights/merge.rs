@@ -33,12 +33,12 @@ pub(super) fn tensor_rows<'a>(
 
 /// Memory in which ranks gather whole rows of a parameter of which each has some of the columns. It is allocated before
 /// the ranks begin an order, so that no rank runs out of memory while the others wait for its part.
-pub(super) struct Gathering {
+pub(super) struct RowGather {
     local: Activations,
     whole: Activations,
 }
 
-impl Gathering {
+impl RowGather {
     /// For at most `elements` elements of whole rows.
     ///
     /// # Errors
@@ -123,7 +123,7 @@ impl<'a> LocalParameter<'a> {
         comm: &dyn Communicator,
         adapter: &Adapter,
         copy: &Matrix,
-        gathering: Option<&Gathering>,
+        gathering: Option<&RowGather>,
     ) -> Result<()> {
         if self.gathered_elements(adapter) == 0 {
             return self.merge_from(ops, adapter, MergeBase::Matrix(copy));

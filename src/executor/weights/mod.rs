@@ -19,7 +19,7 @@ use std::sync::Arc;
 use rollout_kernels::{DeviceError, Matrix, Ops, StorageDtype, TensorData};
 
 use integrity::CheckpointBase;
-use merge::{Gathering, LocalParameter, tensor_rows};
+use merge::{LocalParameter, RowGather, tensor_rows};
 
 use super::{Released, WeightOrder};
 use crate::comm::Communicator;
@@ -45,7 +45,7 @@ struct Bases {
     /// their base. A replaced parameter without a copy serves its base. A vector is stored as one column.
     copies: HashMap<String, Matrix>,
     /// From [`RankWeights::prepare`] until the order was carried out, if it needs one.
-    gathering: Option<Gathering>,
+    gathering: Option<RowGather>,
 }
 
 impl RankWeights {
@@ -116,8 +116,8 @@ impl RankWeights {
             }
             Ok(())
         })?;
-        if most > bases.gathering.as_ref().map_or(0, Gathering::elements) {
-            bases.gathering = Some(Gathering::new(&bases.build, most)?);
+        if most > bases.gathering.as_ref().map_or(0, RowGather::elements) {
+            bases.gathering = Some(RowGather::new(&bases.build, most)?);
             comm.restore()?;
         }
         Ok(())

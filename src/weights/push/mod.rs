@@ -37,7 +37,7 @@ use super::update::{
 use crate::error::{Error, Result};
 use crate::memory::{Traffic, human_bytes};
 use manifest::Manifest;
-use packing::Packing;
+use packing::PackedPush;
 use staging::Limits;
 use tensor::PushedTensor;
 use transport::OpenSource;
@@ -79,7 +79,7 @@ pub struct ReceivingPush {
 
 enum Mode {
     Stage,
-    Pack(Packing),
+    Pack(PackedPush),
     InPlace {
         /// Bytes of the tensors that have begun and are not whole.
         kept: u64,
@@ -151,7 +151,7 @@ impl DeclaredPush {
         assert!(self.header.kind == UpdateKind::Full || !is_for_full, "only a FULL push is packed or written in place");
         let mode = match mode {
             ReceiveMode::Stage => Mode::Stage,
-            ReceiveMode::Pack(shadow) => Mode::Pack(Packing::new(shadow, self.limits.early)),
+            ReceiveMode::Pack(shadow) => Mode::Pack(PackedPush::new(shadow, self.limits.early)),
             ReceiveMode::InPlace => Mode::InPlace { kept: 0, next: 0 },
         };
         let mut receiving = ReceivingPush { push: self, mode };

@@ -8,10 +8,10 @@ use super::threads::in_parallel;
 use super::transport::device::{copy_on_device, rows_on_device};
 use crate::error::Result;
 use crate::weights::parameters::ParameterMapping;
-use crate::weights::update::{Rows, ShadowTensor, ShadowWeights};
+use crate::weights::update::{ShadowTensor, ShadowWeights, TensorRows};
 
 /// The shadow weights that a push is packed into, row by row.
-pub(super) struct Packing {
+pub(super) struct PackedPush {
     pub shadow: ShadowWeights,
     /// Bytes of all tensors that are kept until those in front of them have come, and the most of them.
     early: u64,
@@ -20,7 +20,7 @@ pub(super) struct Packing {
     next: usize,
 }
 
-impl Packing {
+impl PackedPush {
     pub fn new(shadow: ShadowWeights, most_early: u64) -> Self {
         Self { shadow, early: 0, most_early, next: 0 }
     }
@@ -103,7 +103,7 @@ impl Packing {
 }
 
 /// Writes rows to a shadow tensor, or nowhere.
-fn write_to(shadow: &mut Option<&mut ShadowTensor>) -> impl FnMut(&ParameterMapping, Rows<'_>) {
+fn write_to(shadow: &mut Option<&mut ShadowTensor>) -> impl FnMut(&ParameterMapping, TensorRows<'_>) {
     move |mapping, rows| {
         if let Some(shadow) = shadow {
             shadow.write_rows(mapping, rows);

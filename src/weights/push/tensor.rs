@@ -7,14 +7,14 @@ use rollout_kernels::Digested;
 
 use super::transport::SourceFile;
 use super::transport::source_file::PIECE_BYTES;
-use super::transport::stream::{Gathering, RowStream, overlaps};
+use super::transport::stream::{PartialTensor, RowStream, overlaps};
 use super::verify::{Digest, Verifier, verify};
 use crate::error::{Error, Result};
 use crate::weights::parameters::{Dtype, ParameterMapping, matrix_shape};
-use crate::weights::update::{RowLayout, Rows, TensorBuffer, TensorEntry};
+use crate::weights::update::{RowLayout, TensorBuffer, TensorEntry, TensorRows};
 
 /// Takes the rows of a tensor, each once and in order, with the parameters that the tensor brings.
-pub(super) type TensorSink<'a> = dyn FnMut(&ParameterMapping, Rows<'_>) + 'a;
+pub(super) type TensorSink<'a> = dyn FnMut(&ParameterMapping, TensorRows<'_>) + 'a;
 
 /// A declared tensor that fits the model, and the part of it that has come. Either the tensor is kept
 /// ([`PushedTensor::gather`], [`PushedTensor::read`]), or its rows are passed on ([`PushedTensor::stream`],
@@ -34,7 +34,7 @@ enum Received {
     /// Nothing has come, and no memory is taken.
     Untouched,
     /// The tensor comes in pieces, and is kept.
-    Gathering(Box<Gathering>),
+    PartialTensor(Box<PartialTensor>),
     /// The tensor comes in pieces, and its rows are passed on.
     Streaming(Box<RowStream>),
     /// The tensor is whole, verified and kept.
@@ -87,7 +87,7 @@ impl PushedTensor {
     pub fn received(&self) -> usize {
         match &self.received {
             Received::Untouched => 0,
-            Received::Gathering(gathering) => gathering.received(),
+            Received::PartialTensor(gathering) => gathering.received(),
             Received::Streaming(stream) => stream.done + stream.early_bytes,
             Received::Verified { .. } | Received::Taken { .. } => self.bytes,
         }
@@ -130,9 +130,9 @@ impl PushedTensor {
             return Ok(false);
         }
         if self.is_untouched() {
-            self.received = Received::Gathering(Box::new(Gathering::new(self.bytes, self.value_dtype())?));
+            self.received = Received::PartialTensor(Box::new(PartialTensor::new(self.bytes, self.value_dtype())?));
         }
-        let Received::Gathering(gathering) = &mut self.received else { return Err(overlaps(self.name(), &piece)) };
+        let Received::PartialTensor(gathering) = &mut self.received else { return Err(overlaps(self.name(), &piece)) };
         if !gathering.take(&self.entry.name, piece, data)? {
             return Ok(false);
         }

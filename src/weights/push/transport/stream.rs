@@ -9,17 +9,17 @@ use super::source_file::PIECE_BYTES;
 use crate::error::{Error, Result};
 use crate::weights::parameters::Dtype;
 use crate::weights::push::verify::Verifier;
-use crate::weights::update::{RowLayout, Rows, TensorBuffer};
+use crate::weights::update::{RowLayout, TensorBuffer, TensorRows};
 
 /// Most pieces of one tensor that may be there with gaps between them. A sender that goes through a tensor in order has
 /// one; more are for senders with several threads, and the bound for hostile ones.
 const MAX_PIECES: usize = 4096;
 
 /// Takes the rows of a tensor, each once and in order.
-type RowSink<'a> = dyn FnMut(Rows<'_>) + 'a;
+type RowSink<'a> = dyn FnMut(TensorRows<'_>) + 'a;
 
 /// A tensor that is kept while it comes in pieces, in any order.
-pub(in crate::weights::push) struct Gathering {
+pub(in crate::weights::push) struct PartialTensor {
     buffer: TensorBuffer,
     /// The bytes that have come: ascending ranges with gaps between them.
     pieces: Vec<Range<usize>>,
@@ -28,7 +28,7 @@ pub(in crate::weights::push) struct Gathering {
     hashed: usize,
 }
 
-impl Gathering {
+impl PartialTensor {
     /// Memory for a tensor of `bytes` bytes. Its values have `dtype`; `None` for a payload that is not values.
     ///
     /// # Errors
@@ -106,7 +106,7 @@ impl RowStream {
     /// it are missing and it has at most `most_early` bytes.
     ///
     /// # Errors
-    /// As for [`Gathering::take`]; `ResourceExhausted` if the piece comes too early and is too large.
+    /// As for [`PartialTensor::take`]; `ResourceExhausted` if the piece comes too early and is too large.
     pub fn take(
         &mut self,
         name: &str,
@@ -169,7 +169,7 @@ impl RowStream {
 
     fn pass_on(&mut self, first: usize, bytes: &[u8], sink: &mut RowSink<'_>) {
         self.verifier.check_values(first * self.layout.columns, bytes);
-        sink(Rows { layout: self.layout, first, bytes });
+        sink(TensorRows { layout: self.layout, first, bytes });
     }
 }
 

@@ -87,7 +87,7 @@ pub(super) struct Function {
 #[derive(Serialize, Default)]
 pub(super) struct ChunkChoice<'a> {
     pub(super) index: usize,
-    pub(super) delta: Delta<'a>,
+    pub(super) delta: MessageDelta<'a>,
     pub(super) logprobs: Option<ChatLogprobs>,
     pub(super) finish_reason: Option<&'static str>,
     /// In the last event alone.
@@ -102,7 +102,7 @@ pub(super) struct ChunkChoice<'a> {
 
 /// The new part of the message.
 #[derive(Serialize, Default)]
-pub(super) struct Delta<'a> {
+pub(super) struct MessageDelta<'a> {
     #[serde(skip_serializing_if = "Option::is_none")]
     pub(super) role: Option<&'a str>,
     #[serde(skip_serializing_if = "Option::is_none")]
@@ -111,7 +111,7 @@ pub(super) struct Delta<'a> {
     pub(super) tool_calls: Option<[Call; 1]>,
 }
 
-impl Delta<'_> {
+impl MessageDelta<'_> {
     pub(super) fn text(text: String) -> Self {
         Self { content: Some(Some(text)), ..Self::default() }
     }

@@ -5,7 +5,7 @@ use std::collections::VecDeque;
 use bytes::Bytes;
 use rand::distr::{Alphanumeric, SampleString as _};
 
-use super::answers::{Call, ChatAnswer, Choice, ChunkChoice, Delta, Function, Message};
+use super::answers::{Call, ChatAnswer, Choice, ChunkChoice, Function, Message, MessageDelta};
 use super::tools::ToolCalling;
 use crate::engine::{Completion, Summary, ValidRequest};
 use crate::error::Result;
@@ -157,7 +157,7 @@ impl ChatWriter {
         let streamed = (0..self.samples).map(|_| Some(streamed())).collect();
         for index in 0..self.samples {
             let role = Some(self.options.role.as_str());
-            let delta = Delta { role, ..Delta::text(String::new()) };
+            let delta = MessageDelta { role, ..MessageDelta::text(String::new()) };
             let ids = report.returns_ids.then_some(&self.prompt.tokens[..]);
             let prompt = PromptIds { prompt_token_ids: ids, ..PromptIds::default() };
             self.send(ChunkChoice { index, delta, ..ChunkChoice::default() }, Some(prompt), out);
@@ -171,7 +171,7 @@ impl ChatWriter {
         index: usize,
         advance: impl FnOnce(&mut ToolParser, &mut Vec<Piece>),
         text: &str,
-    ) -> Vec<Delta<'static>> {
+    ) -> Vec<MessageDelta<'static>> {
         let Some(streamed) = self.streamed[index].as_mut() else { return Vec::new() };
         match (&mut streamed.parser, &self.options.calling) {
             (Some(parser), _) => {
@@ -180,12 +180,12 @@ impl ChatWriter {
                 self.written(index, pieces)
             }
             (None, ToolCalling::Named(_)) => self.arguments(index, text),
-            (None, _) => vec![Delta::text(text.to_owned())],
+            (None, _) => vec![MessageDelta::text(text.to_owned())],
         }
     }
 
     /// The part that `text` adds to the call that was forced by its name.
-    fn arguments(&mut self, index: usize, text: &str) -> Vec<Delta<'static>> {
+    fn arguments(&mut self, index: usize, text: &str) -> Vec<MessageDelta<'static>> {
         let id = self.call_id();
         let (ToolCalling::Named(name), Some(streamed)) = (&self.options.calling, self.streamed[index].as_mut()) else {
             return Vec::new();
@@ -197,11 +197,11 @@ impl ChatWriter {
         begin.into_iter().chain(rest).collect()
     }
 
-    fn written(&mut self, index: usize, pieces: Vec<Piece>) -> Vec<Delta<'static>> {
+    fn written(&mut self, index: usize, pieces: Vec<Piece>) -> Vec<MessageDelta<'static>> {
         let mut deltas = Vec::new();
         for piece in pieces {
             match piece {
-                Piece::Content(text) => deltas.push(Delta::text(text)),
+                Piece::Content(text) => deltas.push(MessageDelta::text(text)),
                 Piece::Call(call) => {
                     let id = self.call_id();
                     let Some(streamed) = self.streamed[index].as_mut() else { continue };
@@ -220,13 +220,13 @@ impl ChatWriter {
     fn send_deltas(
         &self,
         index: usize,
-        deltas: Vec<Delta<'static>>,
+        deltas: Vec<MessageDelta<'static>>,
         mut logprobs: Option<ChatLogprobs>,
         mut ids: Option<Vec<TokenId>>,
         out: &mut VecDeque<Bytes>,
     ) {
         let has_more = logprobs.is_some() || ids.is_some();
-        let nothing = (deltas.is_empty() && has_more).then(Delta::default);
+        let nothing = (deltas.is_empty() && has_more).then(MessageDelta::default);
         for delta in deltas.into_iter().chain(nothing) {
             let (logprobs, ids) = (logprobs.take(), ids.take());
             let token_ids = Some(ids.or_else(|| self.options.report.returns_ids.then(Vec::new)));
@@ -242,15 +242,15 @@ impl ChatWriter {
 }
 
 /// The first part of a streamed call.
-fn begun_call(number: usize, id: String, name: String) -> Delta<'static> {
+fn begun_call(number: usize, id: String, name: String) -> MessageDelta<'static> {
     let function = Function { name: Some(name), arguments: None };
-    Delta::call(Call { id: Some(id), r#type: Some("function"), index: Some(number), function })
+    MessageDelta::call(Call { id: Some(id), r#type: Some("function"), index: Some(number), function })
 }
 
 /// A later part of a streamed call.
-fn call_arguments(number: usize, arguments: String) -> Delta<'static> {
+fn call_arguments(number: usize, arguments: String) -> MessageDelta<'static> {
     let function = Function { name: None, arguments: Some(arguments) };
-    Delta::call(Call { id: None, r#type: None, index: Some(number), function })
+    MessageDelta::call(Call { id: None, r#type: None, index: Some(number), function })
 }
 
 impl Samples for ChatWriter {
@@ -299,14 +299,14 @@ impl Samples for ChatWriter {
                 parser.finish(&mut pieces);
                 let deltas = self.written(index, pieces);
                 self.send_deltas(index, deltas, None, None, out);
-                Delta::default()
+                MessageDelta::default()
             }
             None if self.options.calling.is_forced() => {
                 let deltas = self.arguments(index, &ending);
                 self.send_deltas(index, deltas, None, None, out);
-                Delta::default()
+                MessageDelta::default()
             }
-            None => Delta::text(ending),
+            None => MessageDelta::text(ending),
         };
         let has_calls = self.streamed[index].take().is_some_and(|streamed| streamed.calls > 0);
         let report = &self.options.report;
