@@ -8,7 +8,7 @@ use super::threads::in_parallel;
 use super::transport::device::{copy_on_device, rows_on_device};
 use crate::error::Result;
 use crate::weights::parameters::ParameterMapping;
-use crate::weights::update::{ShadowTensor, ShadowWeights, TensorRows};
+use crate::weights::update::{PushedRows, ShadowTensor, ShadowWeights};
 
 /// The shadow weights that a push is packed into, row by row.
 pub(super) struct PackedPush {
@@ -103,7 +103,7 @@ impl PackedPush {
 }
 
 /// Writes rows to a shadow tensor, or nowhere.
-fn write_to(shadow: &mut Option<&mut ShadowTensor>) -> impl FnMut(&ParameterMapping, TensorRows<'_>) {
+fn write_to(shadow: &mut Option<&mut ShadowTensor>) -> impl FnMut(&ParameterMapping, PushedRows<'_>) {
     move |mapping, rows| {
         if let Some(shadow) = shadow {
             shadow.write_rows(mapping, rows);

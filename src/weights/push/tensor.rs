@@ -11,10 +11,10 @@ use super::transport::stream::{PartialTensor, RowStream, overlaps};
 use super::verify::{Digest, Verifier, verify};
 use crate::error::{Error, Result};
 use crate::weights::parameters::{Dtype, ParameterMapping, matrix_shape};
-use crate::weights::update::{RowLayout, TensorBuffer, TensorEntry, TensorRows};
+use crate::weights::update::{PushedRows, RowLayout, TensorBuffer, TensorEntry};
 
 /// Takes the rows of a tensor, each once and in order, with the parameters that the tensor brings.
-pub(super) type TensorSink<'a> = dyn FnMut(&ParameterMapping, TensorRows<'_>) + 'a;
+pub(super) type TensorSink<'a> = dyn FnMut(&ParameterMapping, PushedRows<'_>) + 'a;
 
 /// A declared tensor that fits the model, and the part of it that has come. Either the tensor is kept
 /// ([`PushedTensor::gather`], [`PushedTensor::read`]), or its rows are passed on ([`PushedTensor::stream`],

@@ -15,7 +15,7 @@ pub(super) use delta::{GAP_BYTES, ParameterDelta};
 pub use header::{
     AdapterTarget, Allocation, RunningPolicy, Source, TensorEntry, TransitBytes, UpdateHeader, UpdateKind,
 };
-pub(super) use shadow::{RowLayout, ShadowTensor, TensorRows};
+pub(super) use shadow::{PushedRows, RowLayout, ShadowTensor};
 pub use shadow::{ShadowShard, ShadowWeights};
 pub(super) use tensor_buffer::TensorBuffer;
 pub(super) use tensors::ReceivedTensor;

@@ -29,14 +29,14 @@ impl RowLayout {
 
 /// Some whole rows of a tensor.
 #[derive(Clone, Copy, Debug)]
-pub(in crate::weights) struct TensorRows<'a> {
+pub(in crate::weights) struct PushedRows<'a> {
     pub layout: RowLayout,
     /// The tensor's row that `bytes` begin with.
     pub first: usize,
     pub bytes: &'a [u8],
 }
 
-impl TensorRows<'_> {
+impl PushedRows<'_> {
     /// The tensor's rows that these are.
     fn range(&self) -> Range<usize> {
         self.first..self.first + self.bytes.len() / self.layout.row_bytes()
@@ -147,7 +147,7 @@ impl fmt::Debug for ShadowWeights {
 
 impl ShadowTensor {
     /// Packs some rows of a pushed tensor, on every rank. `mapping` says which parameters the tensor brings.
-    pub fn write_rows(&mut self, mapping: &ParameterMapping, rows: TensorRows<'_>) {
+    pub fn write_rows(&mut self, mapping: &ParameterMapping, rows: PushedRows<'_>) {
         let RowLayout { dtype, columns } = rows.layout;
         for Destination { shard, rows: mine, start, first_column } in self.destinations(mapping, rows.range()) {
             let slice = Slice { rows: mine.start - rows.first..mine.end - rows.first, cols: 0..columns };

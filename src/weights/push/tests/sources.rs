@@ -6,7 +6,7 @@ use super::super::transport::{Segments, SourceFile};
 use super::streams::tensor;
 use super::*;
 use crate::weights::parameters::ParameterMapping;
-use crate::weights::update::TensorRows;
+use crate::weights::update::PushedRows;
 
 /// A segment, opened as a push opens it.
 fn opened(segment: &Segment) -> Option<Arc<SourceFile>> {
@@ -282,7 +282,7 @@ fn what_a_sender_changes_too_early_is_noticed_or_not_passed_on() {
         // The byte is changed before or after the rows are taken, in any of the calls.
         let (before, mut left) = (rng.random(), rng.random_range(0..4));
         let place = rng.random_range(0..bytes.len());
-        let mut sink = |_: &ParameterMapping, rows: TensorRows<'_>| {
+        let mut sink = |_: &ParameterMapping, rows: PushedRows<'_>| {
             let change = |now: bool| {
                 if now && left == 0 {
                     file.write_all_at(&[!bytes[place] & 0x3f], place as u64).unwrap();

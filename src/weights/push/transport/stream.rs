@@ -9,14 +9,14 @@ use super::source_file::PIECE_BYTES;
 use crate::error::{Error, Result};
 use crate::weights::parameters::Dtype;
 use crate::weights::push::verify::Verifier;
-use crate::weights::update::{RowLayout, TensorBuffer, TensorRows};
+use crate::weights::update::{PushedRows, RowLayout, TensorBuffer};
 
 /// Most pieces of one tensor that may be there with gaps between them. A sender that goes through a tensor in order has
 /// one; more are for senders with several threads, and the bound for hostile ones.
 const MAX_PIECES: usize = 4096;
 
 /// Takes the rows of a tensor, each once and in order.
-type RowSink<'a> = dyn FnMut(TensorRows<'_>) + 'a;
+type RowSink<'a> = dyn FnMut(PushedRows<'_>) + 'a;
 
 /// A tensor that is kept while it comes in pieces, in any order.
 pub(in crate::weights::push) struct PartialTensor {
@@ -169,7 +169,7 @@ impl RowStream {
 
     fn pass_on(&mut self, first: usize, bytes: &[u8], sink: &mut RowSink<'_>) {
         self.verifier.check_values(first * self.layout.columns, bytes);
-        sink(TensorRows { layout: self.layout, first, bytes });
+        sink(PushedRows { layout: self.layout, first, bytes });
     }
 }
 
