@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import graphlib
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -111,6 +112,13 @@ def test_modules_import_only_from_layers_below():
 def test_files_are_short():
     lengths = {name: path.read_text().count("\n") for name, path in modules(PACKAGE).items()}
     assert {name: length for name, length in lengths.items() if length > MAX_FILE_LINES} == {}
+
+
+def test_shell_scripts_can_be_executed():
+    scripts = [
+        path for folder in (".ci", "docker", "emulator", "scripts") for path in REPOSITORY.glob(f"{folder}/*.sh")
+    ]
+    assert scripts and [str(path) for path in scripts if not os.access(path, os.X_OK)] == []
 
 
 def test_the_blocking_client_is_generated_from_the_asyncio_one():
