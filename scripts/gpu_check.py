@@ -87,7 +87,7 @@ STEPS = [
     Step("merge: the processor's bits", "equalities", ("merge::",)),
     Step("arenas, digests and copies of blocks", "kernels", OTHER_KERNELS),
     Step("memory: pages mapped, unmapped and mapped again", "engines", ("engines::sleep",)),
-    Step("graphs", "equalities", ("passes::",)),
+    Step("graphs", "equalities", ("graphs::",)),
     Step("device memory of another process", "engines", ("transport::",)),
     Step("sums of ranks by NCCL", "equalities", ("group::",), devices=4),
     Step("ranks on several cards", "engines", ("ranks::",), devices=4),
