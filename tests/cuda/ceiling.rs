@@ -241,7 +241,7 @@ fn host_memory_bounds_what_sleeps() {
     let least = least_host_memory();
     assert!(start(&["--host-memory", &(least - 1).to_string()]).is_err());
     let error = start(&["--host-memory", "9000000GiB"]).err().expect("no machine has as much");
-    assert!(matches!(&error, Error::Config(why) if why.contains("this machine or container has")), "{error}");
+    assert!(matches!(&error, Error::Config(why) if why.contains("the memory of this machine or container")), "{error}");
     let request_bytes = ["--request-bytes", "8MiB"];
     for (beside, is_moved) in [(12 * MIB, true), (41 * MIB / 4, false)] {
         // Room for the 10 MiB of the largest tensor while it is pushed, and not always for all weights when they sleep.
