@@ -41,8 +41,8 @@ impl Device {
         self.0.check(model)
     }
 
-    /// Bytes of its memory that no process uses, as its driver reports them. `None` where there is no driver, or it has
-    /// failed.
+    /// Free device memory in bytes, as the driver reports it. Returns `None` if the device has no driver or the driver
+    /// fails.
     pub fn free_bytes(&self) -> Option<u64> {
         self.0.free_bytes()
     }

@@ -78,7 +78,7 @@ pub enum Command {
     /// Takes memory back after a sleep.
     Wake {
         tags: WakeTags,
-        /// Whether to load the checkpoint if there is no policy, for example after a sleep at level 2.
+        /// Loads the checkpoint if the server has no policy, for example after a sleep at level 2.
         reload: bool,
         reply: Reply<Result<LifecycleStatus>>,
     },

@@ -233,7 +233,7 @@ impl Team {
 /// Gives up the processor until something makes the thread ready: to the next thread that can run, or to the host.
 ///
 /// # Safety
-/// Called in the fiber of `thread`; there is no reference to it or to its team.
+/// The caller runs in the fiber of `thread` and holds no reference to the thread or its team.
 pub unsafe fn leave(thread: *mut Thread) {
     // SAFETY: the thread's team is valid as long as it runs; the fiber of a ready thread was left by `leave` or is new.
     unsafe {

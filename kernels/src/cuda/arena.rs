@@ -55,7 +55,7 @@ pub(super) struct Arena {
     /// Released with the last allocation; its streams are waited for before pages are unmapped.
     context: Arc<CudaContext>,
     stream: Arc<CudaStream>,
-    /// Of the stream.
+    /// Lock of `stream`.
     stream_lock: StreamLock,
     /// Addresses that are reserved, in bytes.
     reserved: usize,

@@ -14,7 +14,7 @@ use crate::cpu::Plain;
 pub(super) struct Copies {
     operators: Arc<CudaStream>,
     stream: Arc<CudaStream>,
-    /// Of the stream of the operators.
+    /// Lock of `operators`.
     operators_lock: StreamLock,
     /// Those that no copy uses: there are as many as threads have copied at the same time.
     buffers: Mutex<Vec<PinnedBuffer>>,

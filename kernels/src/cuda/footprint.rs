@@ -7,9 +7,9 @@
 //! in a container NVML may report ids of the host, and another process can have ours: it is the one entry that appears
 //! when we open and disappears when we close. Where the driver gives no such figure (in some containers, for parts of
 //! devices), the change of the total counts, if it rose by as much as it fell again: memory that another process
-//! allocates or frees meanwhile makes one of the two larger and the other smaller. If no attempt is quiet, the median
-//! of all changes is used, in which such errors cancel. A library may keep the context when everything is closed again;
-//! then there is one attempt, and the memory that appeared with it counts.
+//! allocates or frees meanwhile makes one of the two larger and the other smaller. If no attempt is quiet, we
+//! use the median of all changes, in which such errors cancel. Some libraries keep the context after everything is
+//! closed; then we make one attempt and count the memory that appeared with it.
 
 use std::collections::BTreeMap;
 use std::sync::{Mutex, PoisonError};

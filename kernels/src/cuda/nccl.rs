@@ -156,7 +156,7 @@ impl NcclCommunicator {
     /// NCCL's error.
     ///
     /// # Safety
-    /// As for [`NcclCommunicator::all_gather`].
+    /// The same as [`NcclCommunicator::all_gather`].
     pub unsafe fn all_reduce(&self, at: u64, count: usize, stream: &CudaStream) -> Result<()> {
         let (from, to) = (at as *const c_void, at as *mut c_void);
         // SAFETY: the caller's promise.
@@ -249,7 +249,7 @@ impl NonblockingCommunicator {
     /// NCCL's error.
     ///
     /// # Safety
-    /// As for [`NonblockingCommunicator::receive`].
+    /// The same as [`NonblockingCommunicator::receive`].
     pub unsafe fn add_one_value(&self, at: u64, stream: &CudaStream) -> Result<()> {
         let (at, stream) = (at as *mut c_void, stream.cu_stream());
         // SAFETY: the caller's promise.

@@ -84,7 +84,7 @@ impl Trainers {
     /// Joins a group with all ranks, and waits until all other ranks of the group have joined. Blocks.
     ///
     /// # Errors
-    /// As for [`Trainers::check`]; `DeadlineExceeded` or `Aborted` if they do not all join.
+    /// The errors of [`Trainers::check`]; `DeadlineExceeded` or `Aborted` if a rank does not join.
     pub fn join(&self, rendezvous: &Rendezvous, ranks: RankRange, timeout: &TrainerTimeout) -> Result<TrainerGroup> {
         let Some(devices) = &self.0 else {
             return Err(Error::FailedPrecondition("no trainer can send to this device".into()));

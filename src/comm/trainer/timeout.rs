@@ -19,7 +19,7 @@ impl TrainerTimeout {
         Self { limit, cancelled: Arc::default() }
     }
 
-    /// Ends every wait, because its result is no longer needed.
+    /// Cancels every wait that uses this timeout.
     pub fn cancel(&self) {
         self.cancelled.store(true, Ordering::Release);
     }
