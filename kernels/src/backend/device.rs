@@ -33,8 +33,8 @@ impl Default for DeviceOptions<'_> {
 pub enum AttentionKernel {
     /// The device's own: a row's bits depend on nothing but the row's own inputs.
     Invariant,
-    /// candle-flash-attn for sequences with several rows in a step, prompts above all: a row's bits may be others with
-    /// other rows beside it. On CUDA devices, in builds that have it.
+    /// FlashAttention 2 for sequences with several rows in a step, mainly prompts: a row's bits may depend on the other
+    /// rows of the batch. Only on CUDA devices, in builds that have it.
     Flash,
 }
 
