@@ -3,7 +3,7 @@
 use std::arch::naked_asm;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use crate::memory::{LOCAL, PAGE, READ_WRITE, protect, reserve};
+use crate::memory::{LOCAL, PAGE, READ_WRITE, protect, release, reserve};
 
 /// Bytes of a thread's stack, which holds its local memory.
 const STACK: u64 = 64 << 10;
@@ -14,7 +14,8 @@ pub const MAX_THREADS: u32 = 1024;
 const STEP: u64 = 320;
 const COLOURS: u64 = 48;
 
-/// The stacks of the fibers that one thread of the machine runs.
+/// The stacks of the fibers that one thread of the machine runs. The system limits the mappings of a process (65,530
+/// by default), and a stack and its guard page are one each, so they are unmapped when the thread ends.
 pub struct Stacks {
     start: u64,
     /// How many can be used.
@@ -22,11 +23,12 @@ pub struct Stacks {
 }
 
 impl Stacks {
+    const BYTES: u64 = STACK * MAX_THREADS as u64;
+
     pub fn new() -> Self {
         static NEXT: AtomicU64 = AtomicU64::new(0);
-        let bytes = STACK * u64::from(MAX_THREADS);
-        let start = LOCAL + NEXT.fetch_add(1, Ordering::Relaxed) * bytes;
-        reserve(start, bytes);
+        let start = LOCAL + NEXT.fetch_add(1, Ordering::Relaxed) * Self::BYTES;
+        reserve(start, Self::BYTES);
         Self { start, ready: 0 }
     }
 
@@ -52,6 +54,12 @@ impl Stacks {
         // SAFETY: the place is in this stack, below its top, and aligned: tops are multiples of 64.
         unsafe { place.write(frame) };
         place.cast()
+    }
+}
+
+impl Drop for Stacks {
+    fn drop(&mut self) {
+        release(self.start, Self::BYTES);
     }
 }
 
@@ -121,5 +129,20 @@ mod tests {
             unsafe { switch(&raw mut (*argument).host, (*argument).fiber) };
         }
         assert_eq!(talk.said, [0, 1, 2]);
+    }
+
+    #[test]
+    fn stacks_are_unmapped_with_their_thread() {
+        let mut stacks = Stacks::new();
+        stacks.prepare(3);
+        let (start, end) = (stacks.start, stacks.start + Stacks::BYTES);
+        let mappings = || {
+            let maps = std::fs::read_to_string("/proc/self/maps").expect("the mappings of this process");
+            let starts = maps.lines().map(|line| u64::from_str_radix(line.split('-').next().unwrap(), 16).unwrap());
+            starts.filter(|at| (start..end).contains(at)).count()
+        };
+        assert_ne!(mappings(), 0);
+        drop(stacks);
+        assert_eq!(mappings(), 0);
     }
 }

@@ -12,7 +12,7 @@ use std::sync::{Mutex, MutexGuard, OnceLock};
 
 pub use pinned::PinnedRegions;
 pub use shared::IpcKey;
-pub use space::{DEVICE, DeviceSet, LOCAL, PAGE, READ_WRITE, protect, reserve};
+pub use space::{DEVICE, DeviceSet, LOCAL, PAGE, READ_WRITE, protect, release, reserve};
 pub use virtual_memory::GRANULARITY;
 
 use crate::error::{ILLEGAL_ADDRESS, INVALID_VALUE, OUT_OF_MEMORY, Result};

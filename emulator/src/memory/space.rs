@@ -50,6 +50,13 @@ pub fn protect(at: u64, bytes: u64, protection: i32) {
     assert!(done == 0, "mprotect: {}", std::io::Error::last_os_error());
 }
 
+/// Takes reserved pages back, with what they hold.
+pub fn release(at: u64, bytes: u64) {
+    // SAFETY: the addresses are in a window of the emulator, whose user gives them up.
+    let done = unsafe { libc::munmap(at as *mut c_void, bytes as usize) };
+    assert!(done == 0, "munmap: {}", std::io::Error::last_os_error());
+}
+
 /// Gives `bytes` of the window [`PINNED`] fresh pages, or takes them away.
 pub fn host_pages(at: u64, bytes: u64, there: bool) {
     let protection = if there { READ_WRITE } else { libc::PROT_NONE };
