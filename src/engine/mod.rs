@@ -475,7 +475,7 @@ impl<X: Executor> Engine<X> {
         core.check_integrity();
         self.adapters.check_integrity(core);
         self.admission.check_integrity(core, self.is_holding());
-        self.sleep.check_integrity(core);
+        self.sleep.check_integrity(core, &self.updates);
         self.updates.check_integrity(core, &self.drains);
         assert!(!self.steps.has_pending() || core.can_step(), "events are kept back, and no step follows");
         assert!(self.drains.is_empty() || core.must_drain(), "a drain waits for no request");

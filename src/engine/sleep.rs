@@ -94,8 +94,9 @@ impl Sleep {
         Ok(ledger)
     }
 
-    /// Asserts that the ledger has the entries of the memory that is awake.
-    pub fn check_integrity<X: Executor>(&self, core: &EngineCore<X>) {
+    /// Asserts that the ledger has the entries of the memory that is awake, and room for what sleeps. Only an open
+    /// update may take that room, and a wake then waits for its end.
+    pub fn check_integrity<X: Executor>(&self, core: &EngineCore<X>, updates: &Updates) {
         let reserved = |used_for| core.budget.reserved(used_for);
         let AwakeBytes { weights, workspace, kv_cache } = self.awake;
         if core.state.weights_awake() {
@@ -105,6 +106,11 @@ impl Sleep {
         let cache = [MemoryUse::Workspace, MemoryUse::KvCache].map(reserved);
         let expected = if core.state.kv_awake() { [workspace, kv_cache] } else { [0; 2] };
         assert_eq!(cache, expected, "the entries of workspace and KV cache");
+        if updates.opened().is_none() {
+            let mut ledger = core.budget.clone();
+            ledger.free(MemoryUse::SpareWeights);
+            assert!(self.awake.reserve(&mut ledger).is_ok(), "the server cannot wake beside {:?}", core.budget.report());
+        }
     }
 
     /// Takes memory back. The weights are loaded with the policy that was kept, or that was pushed while they were

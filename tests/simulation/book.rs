@@ -4,7 +4,7 @@
 use std::collections::{HashMap, HashSet};
 use std::sync::Arc;
 
-use rollout_server::engine::{ChecksumReply, Event, RunningPolicy, SleepLevel, UpdateReply, UpdateTicket, WakeTags};
+use rollout_server::engine::{ChecksumReply, DrainMode, Event, RunningPolicy, SleepLevel, UpdateReply, UpdateTicket, WakeTags};
 use rollout_server::error::Result;
 use rollout_server::types::WeightVersion;
 use rollout_server::weights::UpdateKind;
@@ -70,6 +70,8 @@ pub struct Book {
     pub notes: Vec<Note>,
     pub faults: Tally,
     pub steps: u64,
+    /// Whether a Sleep or Pause that waits for requests was answered, and nothing that lets them run again since.
+    pub is_drained: bool,
     /// What has gone wrong where a panic would be caught.
     pub violations: Vec<String>,
 }
@@ -88,7 +90,7 @@ impl Book {
             adapters: HashMap::new(),
         };
         let (notes, faults, violations) = (Vec::new(), Tally::default(), Vec::new());
-        Self { catalog, device, known, notes, faults, steps: 0, violations }
+        Self { catalog, device, known, notes, faults, steps: 0, is_drained: false, violations }
     }
 
     /// A step begins: what runs must be what clients know to serve.
@@ -148,8 +150,10 @@ impl Book {
         self.serve(policy);
         self.note_version(reply.weight_version, facts.force || self.known.is_lost);
         self.known.is_lost = false;
-        if facts.running == RunningPolicy::Recompute && !reply.pending {
-            self.device.note_fresh();
+        match facts.running {
+            RunningPolicy::Recompute if !reply.pending => self.device.note_fresh(),
+            RunningPolicy::Wait => self.device.note_drained(),
+            _ => {}
         }
     }
 
@@ -157,6 +161,15 @@ impl Book {
         if answer.is_ok() {
             self.note_version(version, force);
         }
+    }
+
+    /// A Sleep or Pause is answered.
+    pub fn note_rest(&mut self, mode: DrainMode, is_done: bool) {
+        self.is_drained |= is_done && mode == DrainMode::Wait;
+    }
+
+    pub fn note_resume(&mut self) {
+        self.is_drained = false;
     }
 
     pub fn note_sleep(&mut self, level: SleepLevel, is_asleep: bool) {
@@ -169,6 +182,7 @@ impl Book {
 
     pub fn note_wake(&mut self, tags: WakeTags, reload: bool, is_awake: bool) {
         self.note_answer();
+        self.note_resume();
         if is_awake && reload && tags.weights && self.known.is_lost {
             self.serve(Policy::CHECKPOINT);
             self.note_version(0, true);

@@ -271,7 +271,10 @@ impl World {
             "Sleep",
             &cancel.clone(),
             |reply| Command::Sleep { level, mode, cancel, reply },
-            move |book, answer: Result<SleepReply>| book.note_sleep(level, answer.is_ok()),
+            move |book, answer: Result<SleepReply>| {
+                book.note_sleep(level, answer.is_ok());
+                book.note_rest(mode, answer.is_ok());
+            },
         );
     }
 
@@ -287,12 +290,17 @@ impl World {
 
     fn pause(&mut self) {
         let (mode, cancel) = (self.mode(), CancelFlag::default());
-        self.call("Pause", &cancel.clone(), |reply| Command::Pause { mode, cancel, reply }, |_, _: Result<()>| ());
+        self.call(
+            "Pause",
+            &cancel.clone(),
+            |reply| Command::Pause { mode, cancel, reply },
+            move |book, answer: Result<()>| book.note_rest(mode, answer.is_ok()),
+        );
     }
 
     pub fn resume(&mut self) {
         let none = CancelFlag::default();
-        self.call("Resume", &none, |reply| Command::Resume { reply }, |_, _: Result<()>| ());
+        self.call("Resume", &none, |reply| Command::Resume { reply }, |book, _: Result<()>| book.note_resume());
     }
 
     /// What brings the server back to serving, whatever its state is.

@@ -33,6 +33,8 @@ pub struct Served {
     pub weights: u64,
     /// Whether it reads no KV of an earlier policy.
     pub is_fresh: bool,
+    /// Whether no request was accepted when it came.
+    pub is_drained: bool,
 }
 
 /// What the executor has, and is told to spoil.
@@ -86,7 +88,7 @@ impl Device {
             failed_merge: None,
             moves: false,
             offloaded: 0,
-            history: vec![Served { weights: fingerprint(Policy::CHECKPOINT.base), is_fresh: true }],
+            history: vec![Served { weights: fingerprint(Policy::CHECKPOINT.base), is_fresh: true, is_drained: true }],
             was_damaged: false,
             armed: None,
         }
@@ -109,7 +111,7 @@ impl Device {
         self.policy = policy;
         self.values = policy.values(&self.catalog);
         self.whole = true;
-        self.history.push(Served { weights: fingerprint(self.values), is_fresh: false });
+        self.history.push(Served { weights: fingerprint(self.values), is_fresh: false, is_drained: false });
     }
 
     /// Number of the policy, of which tokens tell. It grows with every order that changes weights.
@@ -120,6 +122,11 @@ impl Device {
     /// All KV that this policy reads is its own: what was computed before is computed again.
     pub fn note_fresh(&mut self) {
         self.history.last_mut().expect("a policy serves").is_fresh = true;
+    }
+
+    /// It came when all accepted requests had ended.
+    pub fn note_drained(&mut self) {
+        self.history.last_mut().expect("a policy serves").is_drained = true;
     }
 
     pub fn has_adapters(&self) -> bool {

@@ -228,8 +228,10 @@ fn check_tokens(completion: &Completion, prompt: &Prompt, params: &SamplingParam
     let mut from = 0;
     while from < tokens.len() {
         let number = tokens[from].rank;
+        let served = book.device.history[number as usize];
+        assert!(from == 0 || !served.is_drained, "policy {number} did not wait for token {from}'s sample");
         let end = (from..tokens.len()).find(|&i| tokens[i].rank != number).unwrap_or(tokens.len());
-        if from == 0 || book.device.history[number as usize].is_fresh {
+        if from == 0 || served.is_fresh {
             let mut alone = Alone::new(computer(&tokens[from], book));
             prompt.tokens.iter().chain(tokens[..from].iter().map(|t| &t.token)).for_each(|&token| alone.push(token));
             for (i, token) in tokens.iter().enumerate().take(end).skip(from) {

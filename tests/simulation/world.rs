@@ -219,6 +219,9 @@ impl World {
         self.engine.check_integrity();
         let version = self.engine.weight_version();
         assert_eq!(version, self.book.lock().unwrap().known.version, "the version that clients know");
+        if std::mem::take(&mut self.book.lock().unwrap().is_drained) {
+            assert_eq!(self.engine.status().stats.accepted_requests, 0, "a Sleep or Pause did not wait for them");
+        }
         self.check_requests();
         if self.state == Turn::Ended { self.bury(Ok(())) } else { Ok(()) }
     }
