@@ -109,7 +109,11 @@ impl Sleep {
         if updates.opened().is_none() {
             let mut ledger = core.budget.clone();
             ledger.free(MemoryUse::SpareWeights);
-            assert!(self.awake.reserve(&mut ledger).is_ok(), "the server cannot wake beside {:?}", core.budget.report());
+            assert!(
+                self.awake.reserve(&mut ledger).is_ok(),
+                "the server cannot wake beside {:?}",
+                core.budget.report()
+            );
         }
     }
 

@@ -4,7 +4,9 @@
 use std::collections::{HashMap, HashSet};
 use std::sync::Arc;
 
-use rollout_server::engine::{ChecksumReply, DrainMode, Event, RunningPolicy, SleepLevel, UpdateReply, UpdateTicket, WakeTags};
+use rollout_server::engine::{
+    ChecksumReply, DrainMode, Event, LifecycleStatus, RunningPolicy, SleepLevel, UpdateReply, UpdateTicket, WakeTags,
+};
 use rollout_server::error::Result;
 use rollout_server::types::WeightVersion;
 use rollout_server::weights::UpdateKind;
@@ -72,6 +74,8 @@ pub struct Book {
     pub steps: u64,
     /// Whether a Sleep or Pause that waits for requests was answered, and nothing that lets them run again since.
     pub is_drained: bool,
+    /// Whether a Sleep or Pause may have kept requests.
+    keeps_requests: bool,
     /// What has gone wrong where a panic would be caught.
     pub violations: Vec<String>,
 }
@@ -90,7 +94,7 @@ impl Book {
             adapters: HashMap::new(),
         };
         let (notes, faults, violations) = (Vec::new(), Tally::default(), Vec::new());
-        Self { catalog, device, known, notes, faults, steps: 0, is_drained: false, violations }
+        Self { catalog, device, known, notes, faults, steps: 0, is_drained: false, keeps_requests: false, violations }
     }
 
     /// A step begins: what runs must be what clients know to serve.
@@ -163,13 +167,20 @@ impl Book {
         }
     }
 
-    /// A Sleep or Pause is answered.
+    /// A Sleep or Pause is answered. A Pause that waits does not wait for requests that an earlier one keeps.
     pub fn note_rest(&mut self, mode: DrainMode, is_done: bool) {
-        self.is_drained |= is_done && mode == DrainMode::Wait;
+        match mode {
+            _ if !is_done => {}
+            DrainMode::Keep => self.keeps_requests = true,
+            DrainMode::Abort => self.keeps_requests = false,
+            DrainMode::Wait => self.is_drained = !self.keeps_requests,
+        }
     }
 
-    pub fn note_resume(&mut self) {
+    /// A Wake or Resume is answered.
+    pub fn note_resume(&mut self, is_running: bool) {
         self.is_drained = false;
+        self.keeps_requests &= !is_running;
     }
 
     pub fn note_sleep(&mut self, level: SleepLevel, is_asleep: bool) {
@@ -180,10 +191,10 @@ impl Book {
         }
     }
 
-    pub fn note_wake(&mut self, tags: WakeTags, reload: bool, is_awake: bool) {
+    pub fn note_wake(&mut self, tags: WakeTags, reload: bool, answer: &Result<LifecycleStatus>) {
         self.note_answer();
-        self.note_resume();
-        if is_awake && reload && tags.weights && self.known.is_lost {
+        self.note_resume(matches!(answer, Ok(LifecycleStatus::Running)));
+        if answer.is_ok() && reload && tags.weights && self.known.is_lost {
             self.serve(Policy::CHECKPOINT);
             self.note_version(0, true);
             self.known.is_lost = false;

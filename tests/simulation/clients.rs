@@ -284,7 +284,7 @@ impl World {
             "Wake",
             &CancelFlag::default(),
             |reply| Command::Wake { tags, reload, reply },
-            move |book, answer: Result<LifecycleStatus>| book.note_wake(tags, reload, answer.is_ok()),
+            move |book, answer: Result<LifecycleStatus>| book.note_wake(tags, reload, &answer),
         );
     }
 
@@ -300,7 +300,12 @@ impl World {
 
     pub fn resume(&mut self) {
         let none = CancelFlag::default();
-        self.call("Resume", &none, |reply| Command::Resume { reply }, |book, _: Result<()>| book.note_resume());
+        self.call(
+            "Resume",
+            &none,
+            |reply| Command::Resume { reply },
+            |book, answer: Result<()>| book.note_resume(answer.is_ok()),
+        );
     }
 
     /// What brings the server back to serving, whatever its state is.
