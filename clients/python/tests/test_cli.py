@@ -75,7 +75,9 @@ def test_generate_writes_one_text_alone_and_several_under_headings(rollout, clie
 def test_a_text_that_the_terminal_cannot_show_is_written_escaped(running):
     command = [sys.executable, "-m", "rollout_client.cli", "generate", "ü" * 20, "--address", running.address]
     environment = os.environ | {"PYTHONIOENCODING": "ascii"}
-    result = subprocess.run([*command, "--max-tokens", "60"], capture_output=True, env=environment, check=False)
+    # Long enough that some token is not ASCII.
+    command += ["--max-tokens", "200", "--ignore-eos", "--seed", "1"]
+    result = subprocess.run(command, capture_output=True, env=environment, check=False)
     assert result.returncode == 0 and result.stdout.isascii() and b"\\" in result.stdout, result
 
 
