@@ -55,8 +55,10 @@ pub fn get() -> &'static Settings {
     SETTINGS.get_or_init(read)
 }
 
+/// Reads the settings from the environment.
+///
 /// # Panics
-/// Where a variable is not what it must be: a test must not run under other settings than it asked for.
+/// If a variable is invalid: a test must not run under other settings than it asked for.
 fn read() -> Settings {
     let devices = number("CUEMU_DEVICES", 1) as usize;
     assert!((1..=MAX_DEVICES).contains(&devices), "CUEMU_DEVICES is {devices}; it must be 1 to {MAX_DEVICES}");

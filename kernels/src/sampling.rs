@@ -1,4 +1,4 @@
-//! From rows of logits to tokens and their log-probabilities: tasks and answers.
+//! Samples tokens from rows of logits, and computes their log-probabilities.
 //!
 //! The steps of a [`SamplingTask`], in this order (vLLM's, where both have the step):
 //!
@@ -17,7 +17,7 @@
 //! The answer is a pure function of (row, task): the draw uses one uniform number made from (seed, output index), so
 //! other requests, and timing, have no effect on it. Scoring a token and sampling it give the same bits.
 //!
-//! Cases at the edge:
+//! Edge cases:
 //! - Temperature 0 takes the highest edited logit; filters cannot change that. It has processed log-probability 0, any
 //!   other token `-inf`.
 //! - If edits leave no token (all `-inf`), the lowest allowed token is taken as if greedy, where there is a mask the

@@ -101,9 +101,11 @@ impl Adapters {
         adapter.check_unmerged().map_err(Failure::Refused)?;
         self.check_rank(adapter.rank()).map_err(Failure::Refused)?;
         self.check_target(core, target).map_err(Failure::Refused)?;
+        let order = WeightOrder::AddAdapter { generation: self.next_generation, adapter: adapter.clone() };
+        core.check_order(&order)?;
         let generation = self.insert(&target.name, &adapter);
         self.drop_unused(core).map_err(Failure::Fatal)?;
-        match core.executor.write(WeightOrder::AddAdapter { generation, adapter }) {
+        match core.executor.write(order) {
             Err(error @ Error::ResourceExhausted(_)) => {
                 // Other ranks may have loaded the adapter.
                 self.retire(&target.name);

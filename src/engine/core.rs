@@ -295,12 +295,13 @@ impl<X: Executor> EngineCore<X> {
         }
     }
 
-    /// Checks, before an order that reads the checkpoint, that its files are unchanged since they were loaded.
+    /// Checks that the executor can carry out an order that reads the checkpoint, or adds an adapter.
     ///
     /// # Errors
-    /// Refused with `DataLoss` if they have changed, and with `ResourceExhausted` if the device lacks the memory that
+    /// Refused with `DataLoss` if the checkpoint's files have changed since they were loaded, with `InvalidArgument` if
+    /// the model has no place for an adapter's factors, and with `ResourceExhausted` if the device lacks the memory that
     /// the order needs.
-    pub fn check_checkpoint(&mut self, order: &WeightOrder) -> Attempt<()> {
+    pub fn check_order(&mut self, order: &WeightOrder) -> Attempt<()> {
         self.executor.check(order).map_err(|error| match error {
             Error::DataLoss(damage) => {
                 let instead = match self.state {
@@ -310,7 +311,7 @@ impl<X: Executor> EngineCore<X> {
                 let why = format!("{damage}; nothing has changed: put it back as it was and call again, or {instead}");
                 Failure::Refused(Error::DataLoss(why))
             }
-            error @ Error::ResourceExhausted(_) => Failure::Refused(error),
+            error @ (Error::ResourceExhausted(_) | Error::InvalidArgument { .. }) => Failure::Refused(error),
             error => Failure::Fatal(error),
         })
     }

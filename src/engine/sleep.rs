@@ -145,7 +145,7 @@ impl Sleep {
         let load = WeightOrder::Load { adapter: core.policy.merged() };
         let loads = reload || wake_weights && core.state.has_policy();
         if loads {
-            core.check_checkpoint(&load)?;
+            core.check_order(&load)?;
         }
         let weights = wake_weights.then_some(MemoryKind::Weights);
         let cache = if wake_kv { &[MemoryKind::Workspace, MemoryKind::KvCache][..] } else { &[] };

@@ -207,7 +207,7 @@ impl Updates {
         if core.state.weights_awake() && !core.state.has_policy() {
             let ledger = self.ledger_with(core, &after, 0).map_err(Failure::Refused)?;
             let order = WeightOrder::Load { adapter: after.clone() };
-            core.check_checkpoint(&order)?;
+            core.check_order(&order)?;
             if core.policy.has_replaced() {
                 core.reset_base()?;
             }
@@ -223,7 +223,7 @@ impl Updates {
             let ledger = self.ledger_with(core, &after, copies).map_err(Failure::Refused)?;
             if core.state.weights_awake() {
                 let order = WeightOrder::Merge { before: before.clone(), after: after.clone() };
-                core.check_checkpoint(&order)?;
+                core.check_order(&order)?;
                 let merged = core.order(order);
                 if let Err(Failure::Refused(Error::ResourceExhausted(_))) = merged {
                     let back = WeightOrder::Merge { before: after, after: before };

@@ -4,14 +4,14 @@
 //! split over ranks, `a x` has the layer's reduction order and is summed over the ranks. Every reduction over the rank
 //! of the factors is whole on each of them.
 
-use std::collections::{BTreeMap, HashMap};
+use std::collections::{BTreeMap, HashMap, HashSet};
 
 use candle_core::Tensor;
 use rollout_kernels::{Activations, Matrix, MatrixShape, Ops, StorageDtype, TensorView};
 
 use crate::comm::Communicator;
-use crate::error::Result;
-use crate::model::{AdapterDeltas, Build, Decoder, Parameterized, TargetModule};
+use crate::error::{Error, Result};
+use crate::model::{AdapterDeltas, Build, Decoder, Parameterized};
 use crate::weights::{Adapter, Factors, ParamSpec, ShardRule};
 
 /// Rows that go through an adapter at once: enough that its factors are read from the cache.
@@ -34,14 +34,14 @@ pub fn resident_adapter_bytes(decoder: &Decoder, build: &Build, rank: usize, ada
     }
     let bytes = |n: usize, k: usize| build.device.matrix(float32(n, k, 1)).bytes().next_multiple_of(PAGE);
     let mut one = 0;
-    for (_, parts) in decoder.target_modules() {
+    for module in decoder.target_modules() {
         let mut columns = 0;
-        for (spec, _) in &parts {
+        for (spec, _) in &module.weights {
             let slice = build.partition.slice(spec)?;
             columns = slice.cols.len();
             one += bytes(slice.rows.len(), rank);
         }
-        one += bytes(parts.len() * rank, columns);
+        one += bytes(module.weights.len() * rank, columns);
     }
     Ok((adapters * one + 3 * 4 * buffer_values(decoder, build)?) as u64)
 }
@@ -49,12 +49,12 @@ pub fn resident_adapter_bytes(decoder: &Decoder, build: &Build, rank: usize, ada
 /// The resident adapters on one rank of the model, by generation.
 pub struct ResidentAdapters {
     build: Build,
-    generations: BTreeMap<u64, HashMap<TargetModule, ModuleFactors>>,
+    generations: BTreeMap<u64, HashMap<String, ModuleFactors>>,
     /// `None` while there is no adapter, and while the workspace is released.
     buffers: Option<AdapterBuffers>,
 }
 
-/// The factors of one adapter for one target module.
+/// The factors of one adapter for one target module, which is known by its name.
 struct ModuleFactors {
     /// The factors `a` of all adapted projections of the target, stacked: `[sum of ranks, k]`.
     a: Matrix,
@@ -83,7 +83,7 @@ struct AdapterBuffers {
 
 /// The adapters that one batch uses, each with the rows that use it.
 pub struct BatchAdapters<'a> {
-    groups: Vec<(&'a HashMap<TargetModule, ModuleFactors>, Vec<u32>)>,
+    groups: Vec<(&'a HashMap<String, ModuleFactors>, Vec<u32>)>,
     buffers: &'a AdapterBuffers,
 }
 
@@ -92,17 +92,35 @@ impl ResidentAdapters {
         Self { build, generations: BTreeMap::new(), buffers: None }
     }
 
-    /// Makes `adapter` resident under a generation that was never used before. It must be one that can be applied
-    /// unmerged.
+    /// Checks that each parameter that `adapter` changes is a weight of a target module.
+    ///
+    /// # Errors
+    /// `InvalidArgument` naming the first one that is not.
+    pub fn check(decoder: &Decoder, adapter: &Adapter) -> Result<()> {
+        let modules = decoder.target_modules();
+        let weights: HashSet<&str> =
+            modules.iter().flat_map(|module| &module.weights).map(|(spec, _)| spec.name.as_str()).collect();
+        match adapter.parameters().find(|name| !weights.contains(name)) {
+            None => Ok(()),
+            Some(name) => Err(Error::invalid(
+                name,
+                "no resident adapter can change this parameter; push this adapter to be merged",
+            )),
+        }
+    }
+
+    /// Makes `adapter` resident under a generation that was never used before. It must have passed
+    /// [`ResidentAdapters::check`], and [`Adapter::check_unmerged`].
     pub fn add(&mut self, decoder: &Decoder, generation: u64, adapter: &Adapter) -> Result<()> {
         let mut modules = HashMap::new();
-        for (target, parts) in decoder.target_modules() {
-            let adapted: Vec<_> = parts
+        for module in decoder.target_modules() {
+            let adapted: Vec<_> = module
+                .weights
                 .into_iter()
                 .filter_map(|(spec, column)| Some((spec, column, adapter.factors(&spec.name)?)))
                 .collect();
             if !adapted.is_empty() {
-                modules.insert(target, ModuleFactors::new(&self.build, &adapted)?);
+                modules.insert(module.name.to_owned(), ModuleFactors::new(&self.build, &adapted)?);
             }
         }
         self.ensure_buffers(decoder)?;
@@ -225,8 +243,8 @@ impl ModuleFactors {
 }
 
 impl AdapterDeltas for BatchAdapters<'_> {
-    fn add(&self, ops: &Ops, comm: &dyn Communicator, target: TargetModule, x: &Tensor, out: &Tensor) -> Result<()> {
-        let mut modules = self.groups.iter().filter_map(|(modules, rows)| Some((modules.get(&target)?, rows)));
+    fn add(&self, ops: &Ops, comm: &dyn Communicator, module: &str, x: &Tensor, out: &Tensor) -> Result<()> {
+        let mut modules = self.groups.iter().filter_map(|(modules, rows)| Some((modules.get(module)?, rows)));
         modules.try_for_each(|(factors, rows)| factors.add(ops, comm, self.buffers, rows, x, out))
     }
 }
@@ -251,9 +269,9 @@ fn float32(n: usize, k: usize, leaves: usize) -> MatrixShape {
 /// Values in each buffer: [`BUFFER_VALUES`], or the widest single row if that is more.
 fn buffer_values(decoder: &Decoder, build: &Build) -> Result<usize> {
     let mut values = BUFFER_VALUES;
-    for (_, parts) in decoder.target_modules() {
+    for module in decoder.target_modules() {
         let mut rows = 0;
-        for (spec, _) in parts {
+        for (spec, _) in module.weights {
             let slice = build.partition.slice(spec)?;
             rows += slice.rows.len();
             values = values.max(rows).max(slice.cols.len());

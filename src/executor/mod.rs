@@ -28,11 +28,11 @@ pub trait Executor {
     fn launch(&mut self, plan: Arc<StepPlan>) -> Result<()>;
     /// Waits for the launched step. The answers are in the plan's order of tasks.
     fn collect(&mut self) -> Result<StepOutput>;
-    /// Checks that the parts of the checkpoint that `order` will read have not changed since they were loaded, and
-    /// allocates the memory that the order needs. Changes no weights.
+    /// Checks that the parts of the checkpoint that `order` will read have not changed since they were loaded, that the
+    /// model has a place for an adapter's factors, and allocates the memory that the order needs. Changes no weights.
     ///
     /// # Errors
-    /// `DataLoss` naming a file that has changed; `ResourceExhausted` if the device has too little memory.
+    /// `InvalidArgument` naming a parameter that no resident adapter can change; `DataLoss` naming a file that has changed; `ResourceExhausted` if the device has too little memory.
     fn check(&mut self, order: &WeightOrder) -> Result<()>;
     /// Changes the weights.
     ///

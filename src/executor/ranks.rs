@@ -85,7 +85,7 @@ impl Ranks {
     /// Runs a job on every rank, and waits for all of them. The results are in the order of the ranks.
     ///
     /// # Errors
-    /// The first error of a rank: `ResourceExhausted` or `DataLoss`. Any other error of a rank ends the process.
+    /// The first error of a rank: `ResourceExhausted`, `DataLoss` or `InvalidArgument`. Any other error ends the process.
     fn on_all<T, J>(&self, mut job: impl FnMut() -> J) -> Result<Vec<T>>
     where
         T: Send + 'static,
@@ -94,10 +94,8 @@ impl Ranks {
         let receivers = self.submit(|rank| {
             let job = job();
             move |runner: &mut ModelRunner| match job(runner) {
-                Err(e) if !matches!(e, Error::ResourceExhausted(_) | Error::DataLoss(_)) => {
-                    panic!("rank {rank} failed: {e}")
-                }
-                result => result,
+                Err(e @ (Error::ResourceExhausted(_) | Error::DataLoss(_) | Error::InvalidArgument { .. })) => Err(e),
+                result => Ok(result.unwrap_or_else(|e| panic!("rank {rank} failed: {e}"))),
             }
         })?;
         let results: Vec<Result<T>> = receivers.iter().map(|receiver| receive(receiver)?).collect();

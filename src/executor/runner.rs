@@ -137,9 +137,12 @@ impl ModelRunner {
         })
     }
 
-    /// See [`RankWeights::check`].
+    /// See [`RankWeights::check`] and [`ResidentAdapters::check`].
     pub fn check(&mut self, order: &WeightOrder) -> Result<()> {
-        self.weights.check(&self.ops, &*self.comm, order)
+        match order {
+            WeightOrder::AddAdapter { adapter, .. } => ResidentAdapters::check(self.weights.shapes(), adapter),
+            _ => self.weights.check(&self.ops, &*self.comm, order),
+        }
     }
 
     /// See [`RankWeights::prepare`].

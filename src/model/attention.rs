@@ -3,7 +3,6 @@
 use candle_core::Tensor;
 use rollout_kernels::{AttentionShape, Device, DeviceBuffer, KvCache};
 
-use super::adapters::TargetModule;
 use super::config::ModelConfig;
 use super::context::ForwardContext;
 use super::layers::{Build, HeadDims, Linear, Norm, Projection};
@@ -44,10 +43,10 @@ impl Attention {
         let output = Projection { name: name("o_proj"), rows: hidden, rule: ShardRule::Columns, bias: config.o_bias };
         Ok(Self {
             dims: HeadDims::local(config, build),
-            qkv: Linear::by_rows(build, TargetModule::Qkv(layer), qkv, hidden)?,
+            qkv: Linear::by_rows(build, qkv, hidden)?,
             q_norm: head_norm("q_norm")?,
             k_norm: head_norm("k_norm")?,
-            output: Linear::by_columns(build, TargetModule::Output(layer), output, heads * head_dim)?,
+            output: Linear::by_columns(build, output, heads * head_dim)?,
             sliding_window: config.sliding_window[layer],
         })
     }
@@ -57,11 +56,11 @@ impl Attention {
     pub fn forward(&self, context: &ForwardContext<'_>, rope: &RopeTables, kv: &mut KvCache) -> Result<()> {
         let (ops, w) = (context.ops, context.workspace);
         self.qkv.forward(ops, &w.normed, &w.qkv)?;
-        context.add_adapters(self.qkv.target(), &w.normed, &w.qkv)?;
+        context.add_adapters(self.qkv.name(), &w.normed, &w.qkv)?;
         self.attend(context, rope, kv)?;
         self.output.forward_partial(ops, &w.attention, &w.delta)?;
         context.comm.all_reduce_sum(&w.delta)?;
-        context.add_adapters(self.output.target(), &w.attention, &w.delta)
+        context.add_adapters(self.output.name(), &w.attention, &w.delta)
     }
 
     /// The bias of the output projection.

@@ -3,7 +3,7 @@
 use candle_core::Tensor;
 use rollout_kernels::{Ops, Step};
 
-use super::adapters::{AdapterDeltas, TargetModule};
+use super::adapters::AdapterDeltas;
 use super::workspace::Workspace;
 use crate::comm::Communicator;
 use crate::error::Result;
@@ -21,8 +21,8 @@ pub struct ForwardContext<'a> {
 }
 
 impl ForwardContext<'_> {
-    /// Adds the resident adapters' terms to `out`, the output of `target` for the input `x`.
-    pub(super) fn add_adapters(&self, target: TargetModule, x: &Tensor, out: &Tensor) -> Result<()> {
-        self.adapters.map_or(Ok(()), |adapters| adapters.add(self.ops, self.comm, target, x, out))
+    /// Adds the resident adapters' terms to `out`, the output of the target module called `module` for the input `x`.
+    pub(super) fn add_adapters(&self, module: &str, x: &Tensor, out: &Tensor) -> Result<()> {
+        self.adapters.map_or(Ok(()), |adapters| adapters.add(self.ops, self.comm, module, x, out))
     }
 }

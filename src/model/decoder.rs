@@ -6,7 +6,6 @@ use std::ops::Range;
 use candle_core::Tensor;
 use rollout_kernels::KvCache;
 
-use super::adapters::TargetModule;
 use super::attention::{Attention, RopeTables};
 use super::config::ModelConfig;
 use super::context::ForwardContext;
@@ -42,10 +41,10 @@ impl Decoder {
         let layers = (0..config.num_layers).map(|i| Layer::new(config, build, i)).collect::<Result<_>>()?;
         let head = match config.tie_word_embeddings {
             true => None,
-            false => Some(VocabularyMatrix::new(build, Some(TargetModule::Head), "lm_head.weight", vocab, hidden)?),
+            false => Some(VocabularyMatrix::new(build, true, "lm_head.weight", vocab, hidden)?),
         };
         let mut decoder = Self {
-            embedding: VocabularyMatrix::new(build, None, "model.embed_tokens.weight", vocab, hidden)?,
+            embedding: VocabularyMatrix::new(build, false, "model.embed_tokens.weight", vocab, hidden)?,
             layers,
             norm: Norm::new(build, "model.norm.weight".into(), hidden, config.rms_norm_eps as f32)?,
             head,
@@ -89,8 +88,9 @@ impl Decoder {
         let ForwardContext { ops, comm, step, workspace, .. } = *context;
         let w = workspace.logits_rows(rows.len())?;
         ops.select_logits_rows(&workspace.normed, step, rows, &w.selected)?;
-        self.head.as_ref().unwrap_or(&self.embedding).logits(ops, &w.selected, &w.local_logits)?;
-        context.add_adapters(TargetModule::Head, &w.selected, &w.local_logits)?;
+        let head = self.head.as_ref().unwrap_or(&self.embedding);
+        head.logits(ops, &w.selected, &w.local_logits)?;
+        context.add_adapters(head.name(), &w.selected, &w.local_logits)?;
         comm.all_gather_columns(&w.local_logits, &w.logits)?;
         Ok(w.logits)
     }

@@ -6,7 +6,7 @@ use rollout_kernels::{Device, DeviceBuffer, Matrix, MatrixShape, Ops, Step, Stor
 
 use super::adapters::TargetModule;
 use super::config::ModelConfig;
-use super::parameterized::{MatrixVisitor, ParamSlot, Parameterized, TargetParameters, Visitor};
+use super::parameterized::{MatrixVisitor, ParamSlot, Parameterized, Visitor};
 use crate::error::Result;
 use crate::weights::{ParamSpec, Partition, ShardRule};
 
@@ -45,7 +45,6 @@ impl HeadDims {
 
 /// One or more projections of the same input, fused by rows: `y = x Wᵀ + b`.
 pub struct Linear {
-    target: TargetModule,
     weight: Matrix,
     bias: Option<DeviceBuffer>,
     /// Each projection's weight, its bias, and the first row of `weight` that it has on this rank.
@@ -64,7 +63,7 @@ pub struct Projection {
 impl Linear {
     /// Column-parallel projections: each rank computes some of the outputs (or all, where they are replicated), so that
     /// no communication follows.
-    pub fn by_rows(build: &Build, target: TargetModule, projections: Vec<Projection>, columns: usize) -> Result<Self> {
+    pub fn by_rows(build: &Build, projections: Vec<Projection>, columns: usize) -> Result<Self> {
         let mut parts = Vec::new();
         let mut rows = 0;
         for p in projections {
@@ -77,12 +76,12 @@ impl Linear {
         let has_bias = parts.iter().any(|p| p.1.is_some());
         let bias = if has_bias { Some(build.device.buffer(rows)?) } else { None };
         // One leaf, because the reduction over the input features is never split over ranks.
-        Ok(Self { target, weight: build.matrix(rows, columns, 1), bias, parts })
+        Ok(Self { weight: build.matrix(rows, columns, 1), bias, parts })
     }
 
     /// A row-parallel projection: each rank has some of the input features, and its outputs are partial sums that an
     /// all-reduce must add up before the bias is added.
-    pub fn by_columns(build: &Build, target: TargetModule, projection: Projection, columns: usize) -> Result<Self> {
+    pub fn by_columns(build: &Build, projection: Projection, columns: usize) -> Result<Self> {
         let Projection { name, rows, rule, bias } = projection;
         let weight = ParamSpec::new(format!("{name}.weight"), vec![rows, columns], rule);
         let bias_spec = bias.then(|| ParamSpec::new(format!("{name}.bias"), vec![rows], ShardRule::Replicated));
@@ -90,7 +89,7 @@ impl Linear {
         let leaves = build.partition.leaves(columns);
         let bias = if bias { Some(build.device.buffer(rows)?) } else { None };
         let weight_matrix = build.matrix(rows, local, leaves);
-        Ok(Self { target, weight: weight_matrix, bias, parts: vec![(weight, bias_spec, 0)] })
+        Ok(Self { weight: weight_matrix, bias, parts: vec![(weight, bias_spec, 0)] })
     }
 
     /// `out = x Wᵀ + b`; `x` is `[rows, k]`, `out` `[rows, n]`.
@@ -113,9 +112,9 @@ impl Linear {
         self.bias.as_ref()
     }
 
-    /// The module by which adapters name this layer.
-    pub fn target(&self) -> TargetModule {
-        self.target
+    /// The name of the first projection's weight.
+    pub fn name(&self) -> &str {
+        &self.parts[0].0.name
     }
 }
 
@@ -135,8 +134,9 @@ impl Parameterized for Linear {
         visitor(&specs, &mut self.weight)
     }
 
-    fn target_modules(&self) -> Vec<TargetParameters<'_>> {
-        vec![(self.target, self.parts.iter().map(|(weight, _, first_row)| (weight, *first_row)).collect())]
+    fn target_modules(&self) -> Vec<TargetModule<'_>> {
+        let weights = self.parts.iter().map(|(weight, _, first_row)| (weight, *first_row)).collect();
+        vec![TargetModule { name: self.name(), weights }]
     }
 
     fn bytes(&self) -> u64 {
@@ -147,19 +147,23 @@ impl Parameterized for Linear {
 /// A matrix with one row per token of the vocabulary, split evenly over ranks: the token embedding, the head, or both
 /// where they are tied.
 pub struct VocabularyMatrix {
-    /// `None` for a matrix whose output no adapter changes.
-    target: Option<TargetModule>,
+    /// Whether adapters can change its output, as they can that of a head which is not tied to the embedding.
+    is_target: bool,
     matrix: Matrix,
     spec: ParamSpec,
     first_token: usize,
 }
 
 impl VocabularyMatrix {
-    pub fn new(build: &Build, target: Option<TargetModule>, name: &str, vocab: usize, hidden: usize) -> Result<Self> {
+    pub fn new(build: &Build, is_target: bool, name: &str, vocab: usize, hidden: usize) -> Result<Self> {
         let spec = ParamSpec::new(name, vec![vocab, hidden], ShardRule::Rows);
         let rows = build.partition.slice(&spec)?.rows;
         let matrix = build.matrix(rows.len(), hidden, 1);
-        Ok(Self { target, matrix, spec, first_token: rows.start })
+        Ok(Self { is_target, matrix, spec, first_token: rows.start })
+    }
+
+    pub fn name(&self) -> &str {
+        &self.spec.name
     }
 
     /// Token embedding: `out[i]` is the row of the step's token `i`, or zeros where another rank has that token. An
@@ -183,8 +187,9 @@ impl Parameterized for VocabularyMatrix {
         visitor(&[&self.spec], &mut self.matrix)
     }
 
-    fn target_modules(&self) -> Vec<TargetParameters<'_>> {
-        self.target.iter().map(|target| (*target, vec![(&self.spec, 0)])).collect()
+    fn target_modules(&self) -> Vec<TargetModule<'_>> {
+        let module = || TargetModule { name: self.name(), weights: vec![(&self.spec, 0)] };
+        self.is_target.then(module).into_iter().collect()
     }
 
     fn bytes(&self) -> u64 {
@@ -240,7 +245,7 @@ impl Parameterized for Norm {
         Ok(())
     }
 
-    fn target_modules(&self) -> Vec<TargetParameters<'_>> {
+    fn target_modules(&self) -> Vec<TargetModule<'_>> {
         Vec::new()
     }
 

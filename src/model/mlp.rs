@@ -2,7 +2,6 @@
 
 use rollout_kernels::DeviceBuffer;
 
-use super::adapters::TargetModule;
 use super::config::ModelConfig;
 use super::context::ForwardContext;
 use super::layers::{Build, Linear, Projection};
@@ -30,8 +29,8 @@ impl Mlp {
         let gate_up = vec![by_rows("gate_proj"), by_rows("up_proj")];
         let down = projection("down_proj", hidden, ShardRule::Columns);
         Ok(Self {
-            gate_up: Linear::by_rows(build, TargetModule::GateUp(layer), gate_up, hidden)?,
-            down: Linear::by_columns(build, TargetModule::Down(layer), down, intermediate)?,
+            gate_up: Linear::by_rows(build, gate_up, hidden)?,
+            down: Linear::by_columns(build, down, intermediate)?,
         })
     }
 
@@ -43,13 +42,13 @@ impl Mlp {
             None => self.gate_up.forward_silu_mul(ops, &w.normed, &w.gate_up, &w.activation)?,
             Some(_) => {
                 self.gate_up.forward(ops, &w.normed, &w.gate_up)?;
-                context.add_adapters(self.gate_up.target(), &w.normed, &w.gate_up)?;
+                context.add_adapters(self.gate_up.name(), &w.normed, &w.gate_up)?;
                 ops.silu_mul(&w.gate_up, &w.activation)?;
             }
         }
         self.down.forward_partial(ops, &w.activation, &w.delta)?;
         context.comm.all_reduce_sum(&w.delta)?;
-        context.add_adapters(self.down.target(), &w.activation, &w.delta)
+        context.add_adapters(self.down.name(), &w.activation, &w.delta)
     }
 
     /// The bias of the down projection.

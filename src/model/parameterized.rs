@@ -20,10 +20,6 @@ pub type Visitor<'v> = dyn FnMut(&ParamSpec, ParamSlot<'_>) -> Result<()> + 'v;
 /// A callback that is shown each matrix of a model, with the parameters that share it.
 pub type MatrixVisitor<'v> = dyn FnMut(&[&ParamSpec], &mut Matrix) -> Result<()> + 'v;
 
-/// A target module with the weights of its projections. Beside each weight is the first column of its output in the
-/// module's output on this rank.
-pub type TargetParameters<'a> = (TargetModule, Vec<(&'a ParamSpec, usize)>);
-
 /// A part of a model: a layer with parameters of its own, or a list of further parts. A list implements
 /// [`parts`](Self::parts) and [`parts_mut`](Self::parts_mut), a layer implements all other methods.
 pub trait Parameterized {
@@ -54,7 +50,7 @@ pub trait Parameterized {
     }
 
     /// Its linear layers as target modules of adapters.
-    fn target_modules(&self) -> Vec<TargetParameters<'_>> {
+    fn target_modules(&self) -> Vec<TargetModule<'_>> {
         self.parts().into_iter().flat_map(|part| part.target_modules()).collect()
     }
 

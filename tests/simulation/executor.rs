@@ -326,7 +326,7 @@ impl Executor for Simulated {
     fn check(&mut self, order: &WeightOrder) -> Result<()> {
         assert!(self.plan.is_none(), "{order:?} is checked while a step is under way");
         self.live()?;
-        if self.strikes(Fault::DamageFound) {
+        if !matches!(order, WeightOrder::AddAdapter { .. }) && self.strikes(Fault::DamageFound) {
             return Err(Error::DataLoss("model.safetensors was cut short".into()));
         }
         self.refuse(Fault::CheckRefused)

@@ -65,7 +65,7 @@ unsafe fn text(name: *const c_char) -> String {
     unsafe { CStr::from_ptr(name) }.to_string_lossy().into_owned()
 }
 
-/// Most blocks of a processor, by threads and shared memory. Registers are not known here.
+/// Maximum blocks on a multiprocessor, by threads and shared memory. The emulator does not know a kernel's registers.
 fn blocks_per_processor(kernel: &LoadedKernel, threads: i32, shared: usize) -> i32 {
     let of_shared = settings::get().shared as usize / (kernel.shared + shared + 1024);
     (2048 / threads.max(1)).min(32).min(of_shared as i32)

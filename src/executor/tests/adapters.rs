@@ -5,6 +5,7 @@ use std::sync::Arc;
 use rand::Rng;
 
 use super::harness::{DTYPES, Setup, fixture, logprobs, random, sequence, worlds};
+use crate::error::Error;
 use crate::executor::{Executor, Ranks, WeightOrder};
 use crate::weights::Adapter;
 
@@ -94,6 +95,16 @@ fn an_adapter_of_zeros_changes_no_bit() {
             let [base, zero] = [None, Some(1)].map(|a| bits(&logprobs(&mut ranks, vec![sequence(0, &tokens, a)])));
             assert_eq!(zero, base);
         }
+    }
+}
+
+#[test]
+fn factors_without_a_place_are_refused_by_name() {
+    let adapter = Setup::open(&fixture("llama"), DTYPES[0], 1).adapter(1, &["q_proj", "lm_head"], 2, 0.5, false);
+    for world in worlds("llama-tied") {
+        let mut ranks = Setup::open(&fixture("llama-tied"), DTYPES[0], world).ranks();
+        let error = ranks.check(&WeightOrder::AddAdapter { generation: 1, adapter: adapter.clone() }).unwrap_err();
+        assert!(matches!(&error, Error::InvalidArgument { field, .. } if field == "lm_head.weight"), "{error}");
     }
 }
 

@@ -23,18 +23,18 @@ const PROMETHEUS: &str = "text/plain; version=0.0.4; charset=utf-8";
 
 /// Liveness: 200 with an empty body once the model is loaded, 503 before.
 #[utoipa::path(get, path = "/health", responses(
-    (status = 200, description = "the server serves"),
-    (status = 503, description = "the model is being loaded, or the server ends", body = ErrorBody),
+    (status = 200, description = "the server is ready"),
+    (status = 503, description = "the model is loading, or the server is shutting down", body = ErrorBody),
 ))]
 pub(super) async fn health(State(app): State<AppState>) -> Result<StatusCode, HttpError> {
     app.server.admit()?;
     Ok(StatusCode::OK)
 }
 
-/// Liveness under the name that some orchestrators use.
+/// Same as `/health`, under the name that some orchestrators use.
 #[utoipa::path(get, path = "/ping", responses(
-    (status = 200, description = "the server serves"),
-    (status = 503, description = "the model is being loaded, or the server ends", body = ErrorBody),
+    (status = 200, description = "the server is ready"),
+    (status = 503, description = "the model is loading, or the server is shutting down", body = ErrorBody),
 ))]
 pub(super) async fn ping(app: State<AppState>) -> Result<StatusCode, HttpError> {
     health(app).await
@@ -147,7 +147,7 @@ pub(super) struct TimelinePart {
     max_spans: u32,
 }
 
-/// Where the engine's time went: its last phases, and those of pushes beside it.
+/// The engine's last phases and those of the pushes, as spans of time.
 #[utoipa::path(get, path = "/timeline.json", params(TimelinePart), responses(
     (status = 200, body = pb::GetTimelineResponse),
     (status = 400, body = ErrorBody),

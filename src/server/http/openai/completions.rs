@@ -55,7 +55,7 @@ struct CompletionOptions {
     drops_tokens: bool,
 }
 
-/// Continues prompts: `n` samples of each, as one answer or as server-sent events.
+/// Generates `n` samples of each prompt, returned as one answer or as server-sent events.
 #[utoipa::path(
     post,
     path = "/v1/completions",
@@ -64,10 +64,12 @@ struct CompletionOptions {
         (status = 200, description = "the samples, or events of their tokens", body = CompletionAnswer),
         (status = 400, description = "a member of the body is wrong", body = ErrorBody),
         (status = 404, description = "no such model or adapter", body = ErrorBody),
-        (status = 409, description = "asleep, without weights, or another weight version", body = ErrorBody),
+        (status = 409, description = "the server is asleep or without weights, or has another weight version",
+            body = ErrorBody),
         (status = 413, description = "the body is too large", body = ErrorBody),
-        (status = 429, description = "queue or memory for requests is full, or no room for so large an answer", body = ErrorBody),
-        (status = 503, description = "the server starts or ends", body = ErrorBody),
+        (status = 429, description = "the queue or the memory for requests is full, or the answer would be too \
+            large", body = ErrorBody),
+        (status = 503, description = "the server is starting or shutting down", body = ErrorBody),
     )
 )]
 pub(in crate::server::http) async fn completions(

@@ -64,13 +64,13 @@ pub(in crate::server::http) struct Detokenized {
     prompt: String,
 }
 
-/// Turns a text or a chat into token ids, however many they are.
+/// Tokenizes a text or a chat. The result may be longer than the context.
 #[utoipa::path(post, path = "/tokenize", request_body = TokenizeRequest, responses(
     (status = 200, body = Tokenized),
     (status = 400, description = "a member of the body is wrong", body = ErrorBody),
     (status = 404, description = "no such model or adapter", body = ErrorBody),
-    (status = 429, description = "memory for requests is full", body = ErrorBody),
-    (status = 503, description = "the server starts or ends", body = ErrorBody),
+    (status = 429, description = "the memory for requests is full", body = ErrorBody),
+    (status = 503, description = "the server is starting or shutting down", body = ErrorBody),
 ))]
 pub(in crate::server::http) async fn tokenize(
     State(app): State<AppState>,
@@ -108,13 +108,13 @@ pub(in crate::server::http) async fn tokenize(
     Ok(counted(answer, charge))
 }
 
-/// Turns token ids into text.
+/// Returns the text of token ids.
 #[utoipa::path(post, path = "/detokenize", request_body = DetokenizeRequest, responses(
     (status = 200, body = Detokenized),
     (status = 400, description = "a member of the body is wrong", body = ErrorBody),
     (status = 404, description = "no such model or adapter", body = ErrorBody),
-    (status = 429, description = "memory for requests is full", body = ErrorBody),
-    (status = 503, description = "the server starts or ends", body = ErrorBody),
+    (status = 429, description = "the memory for requests is full", body = ErrorBody),
+    (status = 503, description = "the server is starting or shutting down", body = ErrorBody),
 ))]
 pub(in crate::server::http) async fn detokenize(
     State(app): State<AppState>,

@@ -28,7 +28,7 @@ const FILES: &[(&str, &str, &str)] = &[
     ("format.js", SCRIPT, include_str!("format.js")),
 ];
 
-/// The page for people: the state of the server, live.
+/// The status page: live state of the server, for browsers.
 #[utoipa::path(get, path = "/", responses((status = 200, content_type = "text/html", body = String)))]
 pub(super) async fn page() -> Response {
     file(HTML, include_str!("page.html"))

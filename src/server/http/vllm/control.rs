@@ -12,7 +12,7 @@ use crate::server::http::{AppState, ErrorBody, HttpError, JsonBody, Query};
 use crate::server::security::Caller;
 use crate::server::{convert, lifecycle, pb};
 
-/// The fate of running requests; the first is the default, as in vLLM.
+/// What to do with running requests. The first is the default, as in vLLM.
 const MODES: [(&str, DrainMode); 3] =
     [("abort", DrainMode::Abort), ("wait", DrainMode::Wait), ("keep", DrainMode::Keep)];
 
@@ -22,18 +22,20 @@ pub(super) struct Done {
     status: &'static str,
 }
 
-/// Pauses: no step runs, and requests wait until `/resume`. Answered when the running requests have ended, or are
-/// frozen.
+/// Pauses generation: new requests are held until `/resume`. Returns when running requests have ended or are frozen.
 #[utoipa::path(post, path = "/pause",
     params(
-        ("mode" = Option<String>, Query, pattern = "^(abort|wait|keep)$", description = "what happens to running requests: `abort` (the default) ends \
-            them with their tokens so far, `wait` lets them finish, `keep` freezes them until `/resume`"),
-        ("clear_cache" = Option<bool>, Query, description = "forget cached prefixes, except with `keep`; true"),
+        ("mode" = Option<String>, Query, pattern = "^(abort|wait|keep)$", description = "how to treat running \
+            requests: `abort` (the default) ends them with their tokens so far, `wait` lets them \
+            finish, `keep` freezes them until `/resume`"),
+        ("clear_cache" = Option<bool>, Query, description = "whether to clear the prefix cache (default: true); \
+            ignored with `keep`"),
     ),
     responses(
         (status = 200, body = Done),
         (status = 400, body = ErrorBody),
-        (status = 409, description = "asleep, without weights, or called off by `/resume`", body = ErrorBody),
+        (status = 409, description = "the server is asleep or without weights, or `/resume` cancelled the pause",
+            body = ErrorBody),
     ),
 )]
 pub(super) async fn pause(State(app): State<AppState>, query: Query) -> Result<Response, HttpError> {
@@ -45,35 +47,36 @@ pub(super) async fn pause(State(app): State<AppState>, query: Query) -> Result<R
     Ok(query.ignored(&["mode", "clear_cache"]).name_in(Json(Done { status: "paused" })))
 }
 
-/// Steps again after a pause. No error if nothing was paused.
+/// Resumes generation. Succeeds if the server was not paused.
 #[utoipa::path(post, path = "/resume", responses(
     (status = 200, body = Done),
-    (status = 409, description = "asleep, or without weights", body = ErrorBody),
+    (status = 409, description = "the server is asleep or without weights", body = ErrorBody),
 ))]
 pub(super) async fn resume(State(app): State<AppState>, query: Query) -> Result<Response, HttpError> {
     lifecycle::resume(&app.server).await?;
     Ok(query.ignored(&[]).name_in(Json(Done { status: "resumed" })))
 }
 
-/// A sleep that has given its memory back.
+/// The server is asleep.
 #[derive(Serialize, ToSchema)]
 pub(super) struct Asleep {
     status: &'static str,
     level: u8,
 }
 
-/// Gives memory back, and answers when the operating system has it. Level 0 only pauses.
+/// Releases memory, and returns when the operating system has it. Level 0 only pauses.
 #[utoipa::path(post, path = "/sleep",
     params(
-        ("level" = Option<u8>, Query, maximum = 2, description = "0: a pause. 1, the default: the policy is kept. 2: the policy \
-            goes too, and a push or `/wake_up?reload=true` brings one"),
-        ("mode" = Option<String>, Query, pattern = "^(abort|wait|keep)$", description = "what happens to running requests: `abort` (the default), \
-            `wait` or `keep`, as for `/pause`"),
+        ("level" = Option<u8>, Query, maximum = 2, description = "0: pause only. 1 (the default): keep the policy. \
+            2: drop the policy as well; a push or `/wake_up?reload=true` loads one"),
+        ("mode" = Option<String>, Query, pattern = "^(abort|wait|keep)$", description = "how to treat running \
+            requests: `abort` (the default), `wait` or `keep`, as for `/pause`"),
     ),
     responses(
         (status = 200, body = Asleep),
         (status = 400, body = ErrorBody),
-        (status = 409, description = "a push is open, or the state forbids it", body = ErrorBody),
+        (status = 409, description = "a push is open, the server has no policy to keep, or frozen requests cannot \
+            end", body = ErrorBody),
     ),
 )]
 pub(super) async fn sleep(State(app): State<AppState>, query: Query) -> Result<Response, HttpError> {
@@ -87,22 +90,22 @@ pub(super) async fn sleep(State(app): State<AppState>, query: Query) -> Result<R
     Ok(query.ignored(&["level", "mode"]).name_in(Json(Asleep { status: "sleeping", level })))
 }
 
-/// The parts that are awake now.
+/// The tags that are awake.
 #[derive(Serialize, ToSchema)]
 pub(super) struct Awake {
-    /// `awake`, or `sleeping` while some memory is still given back.
+    /// `awake`, or `sleeping` while other tags are still asleep.
     status: &'static str,
     /// The requested tags; null for all.
     tags: Option<Vec<&'static str>>,
 }
 
-/// Takes memory back. When all is awake the server runs, also if it was only paused.
+/// Takes memory back. When every tag is awake, generation resumes, even if the server was only paused.
 #[utoipa::path(post, path = "/wake_up",
     params(
-        ("tags" = Option<Vec<String>>, Query, description = "`weights`, `kv_cache`, and vLLM's `scheduling`, which \
-            takes no memory; may be repeated. All without any"),
-        ("reload" = Option<bool>, Query, description = "read the checkpoint where there is no policy, as after level \
-            2; false. Not vLLM's"),
+        ("tags" = Option<Vec<String>>, Query, description = "`weights`, `kv_cache`, or vLLM's `scheduling`, which \
+            takes no memory; may be repeated (default: all)"),
+        ("reload" = Option<bool>, Query, description = "load the checkpoint if there is no policy, as after a sleep \
+            at level 2 (default: false). Not in vLLM"),
     ),
     responses(
         (status = 200, body = Awake),
@@ -144,15 +147,15 @@ pub(super) async fn wake_up(State(app): State<AppState>, query: Query) -> Result
     Ok(query.ignored(&["tags", "reload"]).name_in(Json(awake)))
 }
 
-/// Whether a cache is empty now.
+/// The state of the prefix cache.
 #[derive(Serialize, ToSchema)]
 pub(super) struct Reset {
-    /// False if running requests hold blocks, which other requests may still find.
+    /// False if running requests still hold blocks, which other requests can reuse.
     success: bool,
 }
 
-/// Forgets cached prefixes, except what running requests hold. Not needed after a push: the prefixes of an old policy
-/// are never found again.
+/// Clears the prefix cache, except for blocks that running requests hold. Not needed after a push: prefixes of an old
+/// policy are never reused.
 #[utoipa::path(post, path = "/reset_prefix_cache", responses((status = 200, body = Reset)))]
 pub(super) async fn reset_prefix_cache(State(app): State<AppState>, query: Query) -> Result<Response, HttpError> {
     lifecycle::reset_prefix_cache(&app.server).await?;
@@ -161,14 +164,16 @@ pub(super) async fn reset_prefix_cache(State(app): State<AppState>, query: Query
     Ok(query.ignored(&[]).name_in(Json(Reset { success: stats.free_blocks == stats.total_blocks })))
 }
 
-/// Succeeds, because there is no such cache here.
-#[utoipa::path(post, path = "/reset_mm_cache", responses((status = 200, description = "there is no such cache")))]
+/// Accepted for vLLM's clients; the server has no such cache.
+#[utoipa::path(post, path = "/reset_mm_cache", responses((status = 200, description = "accepted; the server has no \
+    such cache")))]
 pub(super) async fn reset_mm_cache(query: Query) -> Response {
     query.ignored(&[]).name_in(())
 }
 
-/// Succeeds, because there is no such cache here.
-#[utoipa::path(post, path = "/reset_encoder_cache", responses((status = 200, description = "there is no such cache")))]
+/// Accepted for vLLM's clients; the server has no such cache.
+#[utoipa::path(post, path = "/reset_encoder_cache", responses((status = 200, description = "accepted; the server has \
+    no such cache")))]
 pub(super) async fn reset_encoder_cache(query: Query) -> Response {
     query.ignored(&[]).name_in(())
 }
@@ -176,20 +181,20 @@ pub(super) async fn reset_encoder_cache(query: Query) -> Response {
 /// The requests to abort.
 #[derive(Deserialize, ToSchema)]
 pub(super) struct Abort {
-    /// Ids as they were given, or as the answers have them. Empty or absent: all.
+    /// Ids from the requests or from their answers. Empty or absent: all.
     #[serde(default)]
     request_ids: Option<Vec<String>>,
 }
 
-/// How many requests have been ended.
+/// Number of requests that were aborted.
 #[derive(Serialize, ToSchema)]
 pub(super) struct Aborted {
     status: &'static str,
     aborted: usize,
 }
 
-/// Ends requests, which keep the tokens that they have: all of the caller's, or those named (with the role `control`
-/// others' too). Ids that are not there are no error.
+/// Aborts requests, which return their tokens so far: all of the caller's, or the named ones. With the role `control`,
+/// requests of other callers too. Unknown ids are ignored.
 #[utoipa::path(post, path = "/abort_requests", request_body = Abort, responses(
     (status = 200, body = Aborted),
     (status = 400, body = ErrorBody),
@@ -202,13 +207,13 @@ pub(super) async fn abort_requests(State(app): State<AppState>, body: JsonBody<A
 /// The requests to abort.
 #[derive(Deserialize, ToSchema)]
 pub(super) struct AbortById {
-    /// Ids as they were given, or as the answers have them.
+    /// Ids from the requests or from their answers.
     request_ids: Vec<String>,
 }
 
-/// Ends the named requests, which keep the tokens that they have. Ids that are not there are no error.
+/// Aborts the named requests, which return their tokens so far. Unknown ids are ignored.
 #[utoipa::path(post, path = "/inference/v1/abort_requests", request_body = AbortById, responses(
-    (status = 200, description = "they have ended"),
+    (status = 200, description = "the requests have ended"),
     (status = 400, body = ErrorBody),
 ))]
 pub(super) async fn abort_requests_by_id(

@@ -11,7 +11,7 @@ use crate::server::calls::ask;
 use crate::server::http::{AppState, ErrorBody, HttpError, Query};
 use crate::server::{ServingContext, convert};
 
-/// Whether requests wait.
+/// Whether the server is paused.
 #[derive(Serialize, ToSchema)]
 pub(super) struct IsPaused {
     /// True while the server is paused or asleep.
@@ -54,14 +54,14 @@ pub(super) async fn weight_info(State(app): State<AppState>) -> Result<Json<Weig
     Ok(Json(WeightInfo { weight_version: status(&app).await?.stats.weight_version.to_string() }))
 }
 
-/// How busy the server is.
+/// Load of the server.
 #[derive(Serialize, ToSchema)]
 pub(super) struct Load {
-    /// Requests that run or wait.
+    /// Requests that are running or queued.
     server_load: usize,
 }
 
-/// How many requests run or wait.
+/// Number of requests that are running or queued.
 #[utoipa::path(get, path = "/load", responses((status = 200, body = Load)))]
 pub(super) async fn load(State(app): State<AppState>) -> Result<Json<Load>, HttpError> {
     let stats = status(&app).await?.stats;
@@ -81,7 +81,8 @@ pub(super) struct WorldSize {
 
 /// The number of ranks, `--tp`.
 #[utoipa::path(get, path = "/get_world_size",
-    params(("include_dp" = Option<bool>, Query, description = "no difference: there is no data parallelism")),
+    params(("include_dp" = Option<bool>, Query, description = "accepted and without effect: the server has no data \
+        parallelism")),
     responses((status = 200, body = WorldSize), (status = 400, body = ErrorBody)),
 )]
 pub(super) async fn get_world_size(State(app): State<AppState>, query: Query) -> Result<Json<WorldSize>, HttpError> {
@@ -106,7 +107,7 @@ struct Empty {}
 /// The configuration, in the shape of vLLM's.
 #[utoipa::path(get, path = "/server_info",
     params(("config_format" = Option<String>, Query, pattern = "^(json|text)$",
-        description = "`json`, or `text` (the default) for a text")),
+        description = "`json` for an object, `text` (the default) for a string")),
     responses((status = 200, body = ServerInfo), (status = 400, body = ErrorBody)),
 )]
 pub(super) async fn server_info(State(app): State<AppState>, query: Query) -> Result<Json<ServerInfo>, HttpError> {

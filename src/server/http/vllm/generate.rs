@@ -58,7 +58,7 @@ members! {
 members! {
     /// How to sample: the members of a completion's body.
     pub(in crate::server::http) struct InferenceSampling {
-        /// Most tokens of a sample (default: what is left of the context, which is also the most).
+        /// Maximum tokens of a sample (default and limit: the rest of the context).
         max_tokens: u32,
         /// Report log-probabilities, with those of this many most likely tokens.
         logprobs: u32,
@@ -83,10 +83,11 @@ pub(in crate::server::http) enum OutputMode {
         (status = 200, description = "the samples, or events of their tokens", body = InferenceAnswer),
         (status = 400, description = "a member of the body is wrong", body = ErrorBody),
         (status = 404, description = "no such model or adapter", body = ErrorBody),
-        (status = 409, description = "asleep, without weights, or another weight version", body = ErrorBody),
+        (status = 409, description = "the server is asleep or without weights, or has another weight version",
+            body = ErrorBody),
         (status = 413, description = "the body is too large", body = ErrorBody),
-        (status = 429, description = "queue or memory for requests is full", body = ErrorBody),
-        (status = 503, description = "the server starts or ends", body = ErrorBody),
+        (status = 429, description = "the queue or the memory for requests is full", body = ErrorBody),
+        (status = 503, description = "the server is starting or shutting down", body = ErrorBody),
     )
 )]
 pub(in crate::server::http) async fn generate(

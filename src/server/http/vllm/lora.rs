@@ -26,19 +26,19 @@ pub(super) struct LoadAdapter {
     /// absolute.
     #[schema(min_length = 1)]
     lora_path: String,
-    /// Whether it may replace an adapter of that name. Requests that run keep the one that they began with.
+    /// Whether to replace a resident adapter of the same name. In-flight requests keep using the old one.
     #[serde(default)]
     load_inplace: bool,
 }
 
-/// Reads an adapter and makes it resident, unmerged, beside those that are. Nothing pauses. Prefixes that an earlier
-/// adapter of that name has left in the cache are never found.
+/// Loads an adapter without merging it, and keeps it resident beside the others. Generation does not pause. Cached
+/// prefixes of an earlier adapter with the same name are not reused.
 #[utoipa::path(post, path = "/v1/load_lora_adapter", request_body = LoadAdapter, responses(
-    (status = 200, description = "it is resident", body = String, content_type = "text/plain"),
-    (status = 400, description = "a name that is taken, a path that leads elsewhere, files that are no adapter of this \
-        model", body = ErrorBody),
+    (status = 200, description = "the adapter is resident", body = String, content_type = "text/plain"),
+    (status = 400, description = "the name is taken, the path leaves `--weights-dir`, or the files are not an \
+        adapter of this model", body = ErrorBody),
     (status = 404, description = "no such directory or file", body = ErrorBody),
-    (status = 409, description = "another push is under way, or the state forbids it", body = ErrorBody),
+    (status = 409, description = "another push is open, or the server is asleep or without weights", body = ErrorBody),
     (status = 429, description = "no free slot, or no room under the memory ceiling", body = ErrorBody),
 ))]
 pub(super) async fn load(
@@ -83,11 +83,12 @@ pub(super) struct UnloadAdapter {
     lora_name: String,
 }
 
-/// Takes an adapter's name away. Answered at once: requests that use it run to their end, when its memory is freed.
+/// Unloads an adapter. Returns at once; in-flight requests that use it run to their end, and then its memory is freed.
 #[utoipa::path(post, path = "/v1/unload_lora_adapter", request_body = UnloadAdapter, responses(
-    (status = 200, description = "no request can name it any more", body = String, content_type = "text/plain"),
+    (status = 200, description = "the name is free; new requests cannot use the adapter", body = String,
+        content_type = "text/plain"),
     (status = 400, body = ErrorBody),
-    (status = 404, description = "no adapter has that name", body = ErrorBody),
+    (status = 404, description = "no resident adapter has this name", body = ErrorBody),
 ))]
 pub(super) async fn unload(State(app): State<AppState>, body: JsonBody<UnloadAdapter>) -> Result<Response, HttpError> {
     let name = body.value.lora_name;

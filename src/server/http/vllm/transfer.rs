@@ -96,8 +96,8 @@ pub(super) struct Transferred {
 #[utoipa::path(post, path = "/init_weight_transfer_engine", request_body = Init, responses(
     (status = 200, body = Transferred),
     (status = 400, body = ErrorBody),
-    (status = 408, description = "the trainer did not come within --update-idle-seconds", body = ErrorBody),
-    (status = 409, description = "the group did not come about", body = ErrorBody),
+    (status = 408, description = "the trainer did not join within --update-idle-seconds", body = ErrorBody),
+    (status = 409, description = "the group could not be formed", body = ErrorBody),
     (status = 501, description = "no trainer can broadcast to the server's device", body = ErrorBody),
 ))]
 pub(super) async fn init_weight_transfer_engine(
@@ -117,8 +117,8 @@ pub(super) async fn init_weight_transfer_engine(
 /// Begins a push of every parameter. The serving policy does not change before its end.
 #[utoipa::path(post, path = "/start_weight_update", responses(
     (status = 200, body = Transferred),
-    (status = 409, description = "no trainer has joined, another push is under way, or the state forbids it",
-        body = ErrorBody),
+    (status = 409, description = "no trainer has joined, another push is open, or the server's state does not allow \
+        one", body = ErrorBody),
     (status = 429, description = "no room under the memory ceiling", body = ErrorBody),
     (status = 501, description = "no trainer can broadcast to the server's device", body = ErrorBody),
 ))]
@@ -137,12 +137,12 @@ pub(super) async fn start_weight_update(
 /// invalid, the server leaves the group.
 #[utoipa::path(post, path = "/update_weights", request_body = Update, responses(
     (status = 200, body = Transferred),
-    (status = 400, description = "a tensor that the model does not have so; the push is dropped. A member that is \
-        wrong; the group is left, too", body = ErrorBody),
-    (status = 408, description = "the trainer broadcast nothing for --update-idle-seconds; the push is dropped, and \
+    (status = 400, description = "a tensor does not match the model: the push is dropped. A member of the body is \
+        wrong: the group is left as well", body = ErrorBody),
+    (status = 408, description = "the trainer broadcast nothing for --update-idle-seconds; the push is dropped and \
         the group left", body = ErrorBody),
-    (status = 409, description = "no push was begun, or the trainer has vanished", body = ErrorBody),
-    (status = 429, description = "no room on a device, or for the body; the push is dropped, and the group left",
+    (status = 409, description = "no push is open, or the trainer disconnected", body = ErrorBody),
+    (status = 429, description = "no memory on a device or for the body; the push is dropped and the group left",
         body = ErrorBody),
     (status = 501, description = "no trainer can broadcast to the server's device", body = ErrorBody),
 ))]
@@ -169,8 +169,8 @@ async fn read(app: &AppState, request: Request) -> Result<(BroadcastTensors, Ign
 /// Ends the push: all its parameters serve from the next step on, or it is rejected and nothing has changed.
 #[utoipa::path(post, path = "/finish_weight_update", request_body = Option<Finish>, responses(
     (status = 200, body = Transferred),
-    (status = 400, description = "parameters are missing; nothing has changed", body = ErrorBody),
-    (status = 409, description = "no push was begun, or the version is not above the policy's", body = ErrorBody),
+    (status = 400, description = "parameters are missing; the policy is unchanged", body = ErrorBody),
+    (status = 409, description = "no push is open, or the version is not above the policy's", body = ErrorBody),
     (status = 501, description = "no trainer can broadcast to the server's device", body = ErrorBody),
 ))]
 pub(super) async fn finish_weight_update(State(app): State<AppState>, request: Request) -> Result<Response, HttpError> {

@@ -15,30 +15,30 @@ use crate::server::calls::{ask, ask_cancellable};
 use crate::server::http::{AppState, ErrorBody, HttpError, JsonBody};
 use crate::types::WeightVersion;
 
-/// A version for the policy that serves.
+/// A version for the serving policy.
 #[derive(Deserialize, ToSchema)]
 pub(super) struct NewVersion {
     /// A decimal number below 2^64.
     #[schema(pattern = "^(0|[1-9][0-9]{0,18})$")]
     new_version: String,
-    /// Whether the version may go back or stay; not one of vLLM's members.
+    /// Whether the version may be equal to or below the current one. Not in vLLM.
     #[serde(default)]
     force_version: Option<bool>,
 }
 
-/// The version that the policy has now.
+/// The policy's version.
 #[derive(Serialize, ToSchema)]
 pub(super) struct Versioned {
     success: bool,
     new_version: String,
 }
 
-/// Gives the policy that serves another version, without changing a weight: tokens sampled from now on have it. A push
+/// Sets the version of the serving policy without changing its weights. Tokens sampled from now on report it. A push
 /// sets the version itself.
 #[utoipa::path(post, path = "/update_weight_version", request_body = NewVersion, responses(
     (status = 200, body = Versioned),
     (status = 400, body = ErrorBody),
-    (status = 409, description = "there is no policy, or the version is not above its own", body = ErrorBody),
+    (status = 409, description = "there is no policy, or the version is not above the policy's", body = ErrorBody),
 ))]
 pub(super) async fn update_weight_version(
     State(app): State<AppState>,
@@ -90,12 +90,12 @@ pub(super) enum Checked {
     },
     Compared {
         r#match: bool,
-        /// Parameters that differ, or are only on one side.
+        /// Parameters that differ or exist on one side only.
         mismatches: Vec<String>,
     },
 }
 
-/// SHA-256 of the parameters that serve, or their comparison with those of before. Generation continues meanwhile.
+/// Returns the SHA-256 of each serving parameter, or compares them with earlier ones. Generation continues meanwhile.
 #[utoipa::path(post, path = "/weight_checker", request_body = Check, responses(
     (status = 200, body = Checked),
     (status = 400, body = ErrorBody),

@@ -85,7 +85,7 @@ class RolloutVLLMClient:
         deadline = time.monotonic() + connection_timeout
         for address in addresses:
             with RolloutClient(address, timeout=_CALL_SECONDS, token=token, tls=tls) as probe:
-                # A killed training may have left the server asleep or paused.
+                # A killed run may have left the server asleep or paused.
                 lifecycle = _wait(probe, deadline)
                 self._asleep |= lifecycle in (Lifecycle.ASLEEP, Lifecycle.WEIGHTS_MISSING)
                 if lifecycle is Lifecycle.PAUSED:

@@ -97,7 +97,7 @@ class BaseCheck:
     """Compares the base of an adapter with the servers' by SHA-256 of the serving parameters, instead of pushing it."""
 
     def __init__(self, clients: Sequence[RolloutClient]) -> None:
-        """Removes adapters of earlier trainings, and gets the checksums of each server."""
+        """Removes adapters of earlier runs, and gets the checksums of each server."""
         self._served: list[tuple[str, DtypeName, dict[str, str]]] = []
         for client in clients:
             client.push_lora(None)

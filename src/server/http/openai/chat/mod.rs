@@ -33,13 +33,13 @@ pub(in crate::server::http) use render::*;
 members! {
     /// The body.
     pub(in crate::server::http) struct ChatRequest {
-        /// Most tokens of a sample (default: what is left of the context).
+        /// Maximum tokens of a sample (default: the rest of the context).
         max_tokens: u32,
-        /// The same; it wins.
+        /// Same as `max_tokens`, and takes precedence over it.
         max_completion_tokens: u32,
         /// Whether to report log-probabilities (default: false).
         logprobs: Flag,
-        /// Report those of this many most likely tokens as well (default: 0).
+        /// How many most likely tokens to report beside each sampled one (default: 0).
         top_logprobs: u32,
         /// Whether the model may call a tool: `auto`, `none`, `required`, or an object that names one (default: auto).
         #[schema(value_type = Option<serde_json::Value>)]
@@ -94,7 +94,7 @@ impl<'de> Deserialize<'de> for Flag {
     }
 }
 
-/// Answers a chat: `n` samples, as one answer or as server-sent events.
+/// Generates `n` answers to a chat, returned as one answer or as server-sent events.
 #[utoipa::path(
     post,
     path = "/v1/chat/completions",
@@ -103,10 +103,12 @@ impl<'de> Deserialize<'de> for Flag {
         (status = 200, description = "the samples, or events of their tokens", body = answers::ChatAnswer),
         (status = 400, description = "a member of the body is wrong", body = ErrorBody),
         (status = 404, description = "no such model or adapter", body = ErrorBody),
-        (status = 409, description = "asleep, without weights, or another weight version", body = ErrorBody),
+        (status = 409, description = "the server is asleep or without weights, or has another weight version",
+            body = ErrorBody),
         (status = 413, description = "the body is too large", body = ErrorBody),
-        (status = 429, description = "queue or memory for requests is full, or no room for so large an answer", body = ErrorBody),
-        (status = 503, description = "the server starts or ends", body = ErrorBody),
+        (status = 429, description = "the queue or the memory for requests is full, or the answer would be too \
+            large", body = ErrorBody),
+        (status = 503, description = "the server is starting or shutting down", body = ErrorBody),
     )
 )]
 pub(in crate::server::http) async fn chat_completions(

@@ -104,8 +104,8 @@ impl RenderedSampling {
     responses(
         (status = 200, body = Rendered),
         (status = 400, description = "a member of the body is wrong", body = ErrorBody),
-        (status = 429, description = "memory for requests is full", body = ErrorBody),
-        (status = 503, description = "the server starts or ends", body = ErrorBody),
+        (status = 429, description = "the memory for requests is full", body = ErrorBody),
+        (status = 503, description = "the server is starting or shutting down", body = ErrorBody),
     )
 )]
 pub(in crate::server::http) async fn render(
