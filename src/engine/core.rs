@@ -299,8 +299,8 @@ impl<X: Executor> EngineCore<X> {
     ///
     /// # Errors
     /// Refused with `DataLoss` if the checkpoint's files have changed since they were loaded, with `InvalidArgument` if
-    /// the model has no place for an adapter's factors, and with `ResourceExhausted` if the device lacks the memory that
-    /// the order needs.
+    /// the model has no place for an adapter's factors, and with `ResourceExhausted` if the device lacks the memory
+    /// that the order needs.
     pub fn check_order(&mut self, order: &WeightOrder) -> Attempt<()> {
         self.executor.check(order).map_err(|error| match error {
             Error::DataLoss(damage) => {

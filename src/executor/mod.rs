@@ -32,7 +32,8 @@ pub trait Executor {
     /// model has a place for an adapter's factors, and allocates the memory that the order needs. Changes no weights.
     ///
     /// # Errors
-    /// `InvalidArgument` naming a parameter that no resident adapter can change; `DataLoss` naming a file that has changed; `ResourceExhausted` if the device has too little memory.
+    /// `InvalidArgument` naming a parameter that no resident adapter can change; `DataLoss` naming a file that has
+    /// changed; `ResourceExhausted` if the device has too little memory.
     fn check(&mut self, order: &WeightOrder) -> Result<()>;
     /// Changes the weights.
     ///

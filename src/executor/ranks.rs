@@ -85,7 +85,8 @@ impl Ranks {
     /// Runs a job on every rank, and waits for all of them. The results are in the order of the ranks.
     ///
     /// # Errors
-    /// The first error of a rank: `ResourceExhausted`, `DataLoss` or `InvalidArgument`. Any other error ends the process.
+    /// The first error of a rank: `ResourceExhausted`, `DataLoss` or `InvalidArgument`. Any other error ends the
+    /// process.
     fn on_all<T, J>(&self, mut job: impl FnMut() -> J) -> Result<Vec<T>>
     where
         T: Send + 'static,

@@ -17,8 +17,8 @@ pub struct TargetModule<'a> {
 
 /// Terms that resident adapters add to the outputs of linear layers.
 pub trait AdapterDeltas {
-    /// Adds to `out`, the output of the target module called `module` for the input `x`. Both have the batch's rows, or at the head those whose
-    /// logits are wanted, and this rank's columns. Where the input is split over ranks, `out` is already the sum over
-    /// all ranks, and every rank must add the same.
+    /// Adds to `out`, the output of the target module called `module` for the input `x`. Both have the batch's rows, or
+    /// at the head those whose logits are wanted, and this rank's columns. Where the input is split over ranks, `out`
+    /// is already the sum over all ranks, and every rank must add the same.
     fn add(&self, ops: &Ops, comm: &dyn Communicator, module: &str, x: &Tensor, out: &Tensor) -> Result<()>;
 }
