@@ -12,7 +12,7 @@ use crate::server::http::{AppState, ErrorBody, HttpError, JsonBody, Query};
 use crate::server::security::Caller;
 use crate::server::{convert, lifecycle, pb};
 
-/// What to do with running requests. The first is the default, as in vLLM.
+/// Modes for running requests. The first is the default, as in vLLM.
 const MODES: [(&str, DrainMode); 3] =
     [("abort", DrainMode::Abort), ("wait", DrainMode::Wait), ("keep", DrainMode::Keep)];
 
