@@ -75,8 +75,8 @@ pub(super) struct Asleep {
     responses(
         (status = 200, body = Asleep),
         (status = 400, body = ErrorBody),
-        (status = 409, description = "a push is open, the server has no policy to keep, or frozen requests cannot \
-            end", body = ErrorBody),
+        (status = 409, description = "a push is open, frozen requests cannot end, or the server's state does not \
+            allow this level", body = ErrorBody),
     ),
 )]
 pub(super) async fn sleep(State(app): State<AppState>, query: Query) -> Result<Response, HttpError> {
