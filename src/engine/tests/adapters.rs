@@ -55,6 +55,16 @@ fn requests_of_several_adapters_run_in_one_step_and_share_no_kv() {
 }
 
 #[test]
+fn an_adapter_without_a_place_leaves_the_one_of_its_name() {
+    let mut rig = Rig::new();
+    add(&mut rig, "x");
+    rig.engine.core.executor.no_place = true;
+    let error = rig.push_now(resident("x", Some(1))).unwrap_err();
+    assert!(matches!(&error, Error::InvalidArgument { field, .. } if field == "lm_head.weight"), "{error}");
+    assert_eq!(list(&mut rig), [("x".into(), 1, 0, false)]);
+}
+
+#[test]
 fn a_replaced_adapter_stays_until_its_last_request_ends() {
     let mut rig = Rig::new();
     add(&mut rig, "x");

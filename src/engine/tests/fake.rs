@@ -43,6 +43,8 @@ pub struct Fake {
     pub moved: u64,
     /// Whether the device lacks memory for the values of weights that wake.
     pub no_room: bool,
+    /// Whether the model has no place for the factors of an adapter.
+    pub no_place: bool,
     offloaded: u64,
     /// The oldest policy in the context of each sequence of the last step.
     pub oldest_kv: Vec<TokenId>,
@@ -75,6 +77,7 @@ impl Fake {
             kept: 0,
             moved: 0,
             no_room: false,
+            no_place: false,
             offloaded: 0,
             oldest_kv: Vec::new(),
             failing: Vec::new(),
@@ -135,6 +138,9 @@ impl Executor for Fake {
     fn check(&mut self, order: &WeightOrder) -> Result<()> {
         assert!(self.plan.is_none(), "{order:?} is checked while a step is under way");
         match self.damage {
+            _ if self.no_place && matches!(order, WeightOrder::AddAdapter { .. }) => {
+                Err(Error::invalid("lm_head.weight", "no resident adapter can change this parameter"))
+            }
             Some(Damage::Check) if !matches!(order, WeightOrder::AddAdapter { .. }) => {
                 Err(Error::DataLoss("model.safetensors was cut short".into()))
             }
