@@ -54,7 +54,7 @@ impl Attention {
     /// Reads the workspace's `normed`, writes the batch's keys and values to `kv`, and leaves its term of the residual
     /// stream in `delta`, without [`Attention::bias`].
     pub fn forward(&self, context: &ForwardContext<'_>, rope: &RopeTables, kv: &mut KvCache) -> Result<()> {
-        let (ops, w) = (context.ops, context.workspace);
+        let (ops, w) = (context.ops, &context.workspace.step);
         self.qkv.forward(ops, &w.normed, &w.qkv)?;
         context.add_adapters(self.qkv.name(), &w.normed, &w.qkv)?;
         self.attend(context, rope, kv)?;
@@ -70,7 +70,7 @@ impl Attention {
 
     /// Rotary embedding, KV write and paged attention: reads the workspace's `qkv`, writes its `attention`.
     fn attend(&self, context: &ForwardContext<'_>, rope: &RopeTables, kv: &mut KvCache) -> Result<()> {
-        let (ops, step, w) = (context.ops, context.step, context.workspace);
+        let (ops, step, w) = (context.ops, context.step, &context.workspace.step);
         let HeadDims { heads, kv_heads, head_dim } = self.dims;
         let q = w.qkv.narrow(1, 0, heads * head_dim)?;
         let k = w.qkv.narrow(1, heads * head_dim, kv_heads * head_dim)?;

@@ -66,8 +66,9 @@ impl Decoder {
     /// [`Decoder::logits`], in the workspace's `normed`, one row per token.
     pub fn forward(&self, context: &ForwardContext<'_>, kv: &mut [KvCache]) -> Result<()> {
         let ForwardContext { ops, comm, step, .. } = *context;
-        let w = &context.workspace.rows(step.rows())?;
-        let context = &ForwardContext { workspace: w, ..*context };
+        let workspace = &context.workspace.rows(step.rows())?;
+        let context = &ForwardContext { workspace, ..*context };
+        let w = &workspace.step;
         self.embedding.embed(ops, step, &w.hidden)?;
         comm.all_reduce_sum(&w.hidden)?;
         self.layers[0].attention_norm.forward(ops, &w.hidden, &w.normed)?;
@@ -86,13 +87,13 @@ impl Decoder {
     /// once, since all calls share one buffer.
     pub fn logits(&self, context: &ForwardContext<'_>, rows: Range<usize>) -> Result<Tensor> {
         let ForwardContext { ops, comm, step, workspace, .. } = *context;
-        let w = workspace.logits_rows(rows.len())?;
-        ops.select_logits_rows(&workspace.normed, step, rows, &w.selected)?;
+        let w = workspace.head_rows(rows.len())?;
+        ops.select_logits_rows(&workspace.step.normed, step, rows, &w.selected)?;
         let head = self.head.as_ref().unwrap_or(&self.embedding);
         head.logits(ops, &w.selected, &w.local_logits)?;
         context.add_adapters(head.name(), &w.selected, &w.local_logits)?;
-        comm.all_gather_columns(&w.local_logits, &w.logits)?;
-        Ok(w.logits)
+        comm.all_gather_columns(&w.local_logits, w.logits())?;
+        Ok(w.logits().clone())
     }
 
     /// Shows `visitor` the parameters of one part of the model: the part that has the parameter `name`. Shows nothing

@@ -37,7 +37,7 @@ impl Mlp {
     /// Reads the workspace's `normed` and leaves the block's term of the residual stream in `delta`, without
     /// [`Mlp::bias`].
     pub fn forward(&self, context: &ForwardContext<'_>) -> Result<()> {
-        let (ops, w) = (context.ops, context.workspace);
+        let (ops, w) = (context.ops, &context.workspace.step);
         match context.adapters {
             None => self.gate_up.forward_silu_mul(ops, &w.normed, &w.gate_up, &w.activation)?,
             Some(_) => {

@@ -20,35 +20,115 @@ pub struct WorkspaceShape {
     pub max_batch_tokens: usize,
 }
 
-/// Activations, float32, `[max_batch_tokens, width]` each. [`Workspace::rows`] gives the part of one step.
+/// The activations that a step computes, float32, one row per token. `StepBuffers<usize>` is their plan: the width of
+/// each.
 #[derive(Clone)]
-pub struct Workspace {
+pub struct StepBuffers<T> {
     /// The residual stream.
-    pub hidden: Tensor,
-    pub normed: Tensor,
-    pub qkv: Tensor,
-    pub attention: Tensor,
+    pub hidden: T,
+    pub normed: T,
+    pub qkv: T,
+    pub attention: T,
     /// The term that attention or MLP adds to the residual stream.
-    pub delta: Tensor,
-    pub gate_up: Tensor,
-    pub activation: Tensor,
-    head: LogitsRows,
-    /// The buffers that the tensors are views of. The device's memory is freed with the last clone.
-    memory: Arc<[Activations]>,
+    pub delta: T,
+    pub gate_up: T,
+    pub activation: T,
 }
 
-/// Buffers of the head, `[LOGITS_ROWS, width]` each.
+/// The activations of the head, float32, one row per row of logits. `HeadBuffers<usize>` is their plan: the width of
+/// each.
 #[derive(Clone)]
-pub struct LogitsRows {
-    pub selected: Tensor,
-    pub local_logits: Tensor,
-    pub logits: Tensor,
+pub struct HeadBuffers<T> {
+    pub selected: T,
+    pub local_logits: T,
+    /// The logits of all ranks. `None` on a single rank, whose local logits are all logits.
+    gathered_logits: Option<T>,
+}
+
+/// A rank's activations: [`StepBuffers`] of `max_batch_tokens` rows and [`HeadBuffers`] of [`LOGITS_ROWS`] rows.
+#[derive(Clone)]
+pub struct Workspace {
+    pub step: StepBuffers<Tensor>,
+    head: HeadBuffers<Tensor>,
+    /// The buffers that the tensors are views of. The device's memory is freed with the last clone.
+    _memory: Arc<[Activations]>,
+}
+
+impl StepBuffers<usize> {
+    fn plan(config: &ModelConfig, build: &Build) -> Self {
+        let HeadDims { heads, kv_heads, head_dim } = HeadDims::local(config, build);
+        let (hidden, intermediate) = (config.hidden_size, build.partition.share(config.intermediate_size));
+        Self {
+            hidden,
+            normed: hidden,
+            qkv: (heads + 2 * kv_heads) * head_dim,
+            attention: heads * head_dim,
+            delta: hidden,
+            gate_up: 2 * intermediate,
+            activation: intermediate,
+        }
+    }
+
+    /// Width of all buffers together.
+    fn width(&self) -> usize {
+        let Self { hidden, normed, qkv, attention, delta, gate_up, activation } = self;
+        hidden + normed + qkv + attention + delta + gate_up + activation
+    }
+
+    /// Width of the widest input of a linear layer.
+    fn widest_input(&self) -> usize {
+        self.normed.max(self.attention).max(self.activation)
+    }
+}
+
+impl<T> StepBuffers<T> {
+    fn map<U>(&self, mut make: impl FnMut(&T) -> Result<U>) -> Result<StepBuffers<U>> {
+        Ok(StepBuffers {
+            hidden: make(&self.hidden)?,
+            normed: make(&self.normed)?,
+            qkv: make(&self.qkv)?,
+            attention: make(&self.attention)?,
+            delta: make(&self.delta)?,
+            gate_up: make(&self.gate_up)?,
+            activation: make(&self.activation)?,
+        })
+    }
+}
+
+impl HeadBuffers<usize> {
+    fn plan(config: &ModelConfig, build: &Build) -> Self {
+        let local_vocab = build.partition.share(config.vocab_size);
+        Self {
+            selected: config.hidden_size,
+            local_logits: local_vocab,
+            gathered_logits: (local_vocab < config.vocab_size).then_some(config.vocab_size),
+        }
+    }
+
+    /// Width of all buffers together.
+    fn width(&self) -> usize {
+        let Self { selected, local_logits, gathered_logits } = self;
+        selected + local_logits + gathered_logits.unwrap_or(0)
+    }
+}
+
+impl<T> HeadBuffers<T> {
+    pub fn logits(&self) -> &T {
+        self.gathered_logits.as_ref().unwrap_or(&self.local_logits)
+    }
+
+    fn map<U>(&self, mut make: impl FnMut(&T) -> Result<U>) -> Result<HeadBuffers<U>> {
+        Ok(HeadBuffers {
+            selected: make(&self.selected)?,
+            local_logits: make(&self.local_logits)?,
+            gathered_logits: self.gathered_logits.as_ref().map(make).transpose()?,
+        })
+    }
 }
 
 impl Workspace {
     pub fn new(shape: &WorkspaceShape) -> Result<Self> {
         let WorkspaceShape { config, build, max_batch_tokens } = shape;
-        let widths = Widths::new(config, build);
         let mut memory = Vec::new();
         let mut make = |rows: usize, width: usize| -> Result<Tensor> {
             let activations = build.device.activations(rows, width)?;
@@ -56,80 +136,29 @@ impl Workspace {
             memory.push(activations);
             Ok(tensor)
         };
-        let rows = *max_batch_tokens;
-        let local_logits = make(LOGITS_ROWS, widths.local_vocab)?;
-        // On a single rank the local logits are all logits, and need no second buffer to be gathered into.
-        let is_whole = widths.local_vocab == config.vocab_size;
-        let logits = if is_whole { local_logits.clone() } else { make(LOGITS_ROWS, config.vocab_size)? };
-        Ok(Self {
-            hidden: make(rows, widths.hidden)?,
-            normed: make(rows, widths.hidden)?,
-            qkv: make(rows, widths.qkv)?,
-            attention: make(rows, widths.attention)?,
-            delta: make(rows, widths.hidden)?,
-            gate_up: make(rows, 2 * widths.intermediate)?,
-            activation: make(rows, widths.intermediate)?,
-            head: LogitsRows { selected: make(LOGITS_ROWS, widths.hidden)?, local_logits, logits },
-            memory: memory.into(),
-        })
+        let head = HeadBuffers::plan(config, build).map(|&width| make(LOGITS_ROWS, width))?;
+        let step = StepBuffers::plan(config, build).map(|&width| make(*max_batch_tokens, width))?;
+        Ok(Self { step, head, _memory: memory.into() })
     }
 
     /// Bytes that one rank's workspace takes, with the packed copy of its input that a linear layer's kernel makes, and
-    /// what it exchanges with other ranks through.
+    /// the buffers for its exchange with other ranks.
     pub fn bytes(config: &ModelConfig, build: &Build, max_batch_tokens: usize) -> u64 {
-        let widths = Widths::new(config, build);
-        let row = 3 * widths.hidden + widths.qkv + widths.attention + 3 * widths.intermediate;
-        let packed_input = widths.hidden.max(widths.attention).max(widths.intermediate);
-        let head = config.vocab_size + widths.local_vocab + widths.hidden;
+        let (step, head) = (StepBuffers::plan(config, build), HeadBuffers::plan(config, build));
+        let values = max_batch_tokens * (step.width() + step.widest_input()) + LOGITS_ROWS * head.width();
         let exchanged = if build.partition.is_whole() { 0 } else { build.device.exchange_bytes() };
-        (4 * (max_batch_tokens * (row + packed_input) + LOGITS_ROWS * head) + exchanged) as u64
+        (size_of::<f32>() * values + exchanged) as u64
     }
 
-    /// The first `rows` rows of each activation.
+    /// The first `rows` rows of the step's buffers.
     pub fn rows(&self, rows: usize) -> Result<Self> {
-        let part = |t: &Tensor| t.narrow(0, 0, rows);
-        Ok(Self {
-            hidden: part(&self.hidden)?,
-            normed: part(&self.normed)?,
-            qkv: part(&self.qkv)?,
-            attention: part(&self.attention)?,
-            delta: part(&self.delta)?,
-            gate_up: part(&self.gate_up)?,
-            activation: part(&self.activation)?,
-            head: self.head.clone(),
-            memory: self.memory.clone(),
-        })
+        let step = self.step.map(|buffer| buffer.narrow(0, 0, rows))?;
+        Ok(Self { step, ..self.clone() })
     }
 
     /// The first `rows` rows of the head's buffers.
-    pub fn logits_rows(&self, rows: usize) -> Result<LogitsRows> {
-        let LogitsRows { selected, local_logits, logits } = &self.head;
-        Ok(LogitsRows {
-            selected: selected.narrow(0, 0, rows)?,
-            local_logits: local_logits.narrow(0, 0, rows)?,
-            logits: logits.narrow(0, 0, rows)?,
-        })
-    }
-}
-
-struct Widths {
-    hidden: usize,
-    qkv: usize,
-    attention: usize,
-    intermediate: usize,
-    local_vocab: usize,
-}
-
-impl Widths {
-    fn new(config: &ModelConfig, build: &Build) -> Self {
-        let dims = HeadDims::local(config, build);
-        Self {
-            hidden: config.hidden_size,
-            qkv: (dims.heads + 2 * dims.kv_heads) * dims.head_dim,
-            attention: dims.heads * dims.head_dim,
-            intermediate: build.partition.share(config.intermediate_size),
-            local_vocab: build.partition.share(config.vocab_size),
-        }
+    pub fn head_rows(&self, rows: usize) -> Result<HeadBuffers<Tensor>> {
+        self.head.map(|buffer| buffer.narrow(0, 0, rows))
     }
 }
 
