@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use super::cancel::CancelFlag;
+use super::client::CancelFlag;
 use super::command::{AdapterStatus, AdapterTarget, Reply};
 use super::core::{Attempt, EngineCore, Failure};
 use crate::error::{Error, Result};

@@ -4,7 +4,7 @@ use std::collections::{HashSet, VecDeque};
 
 use sha2::{Digest, Sha256};
 
-use super::cancel::CancelFlag;
+use super::client::CancelFlag;
 use super::command::{ChecksumReply, Reply};
 use super::core::EngineCore;
 use crate::error::{Error, Result};

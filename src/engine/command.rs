@@ -3,8 +3,7 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use super::activity::Activity;
-use super::cancel::CancelFlag;
+use super::client::{Activity, CancelFlag};
 use super::request::{GenerateCommand, RequestList};
 use crate::error::{Error, Result};
 use crate::memory::MemoryReport;

@@ -1,6 +1,6 @@
 //! Drains: commands that wait until the accepted requests have ended.
 
-use super::cancel::CancelFlag;
+use super::client::CancelFlag;
 use super::command::{Reply, SleepLevel, SleepReply, UpdateReply};
 use crate::error::{Error, Result};
 use crate::weights::WeightUpdate;

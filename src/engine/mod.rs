@@ -34,11 +34,10 @@
 //! code changes nothing that others use. A panic in the model, in an order or in the scheduler ends the process: it
 //! leaves a step half done, in collectives, caches or weights that every request uses.
 
-mod activity;
 mod adapters;
 mod admission;
-mod cancel;
 mod checksum;
+mod client;
 mod command;
 mod core;
 mod drain;
@@ -47,7 +46,6 @@ mod open_update;
 mod policy;
 mod request;
 mod request_state;
-mod requests;
 mod sleep;
 mod step;
 mod telemetry;
@@ -60,8 +58,7 @@ use std::sync::Arc;
 use std::sync::mpsc::{Receiver, RecvTimeoutError};
 use std::time::{Duration, Instant};
 
-pub use activity::{Activity, BusyGuard};
-pub use cancel::CancelFlag;
+pub use client::{Activity, BusyGuard, CancelFlag};
 pub use command::*;
 pub use request::{
     Completion, Event, GenerateCommand, PromptSampling, RequestClient, RequestKind, RequestList, RequestProgress,

@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use super::cancel::CancelFlag;
+use super::client::CancelFlag;
 use crate::error::Error;
 use crate::grammar::Grammar;
 use crate::memory::{Backlog, Charge};

@@ -1,10 +1,40 @@
-//! Measures for how long a push has been idle.
+//! The signs that clients give: a request's or command's end, and a push's progress.
 
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicU8, AtomicU64, AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
 use crate::clock::Clock;
+
+/// Says that the client of a request or command is gone, or that the request's time limit has passed. The engine reads
+/// the flag before each step, and ends the request or command.
+#[derive(Clone, Debug, Default)]
+pub struct CancelFlag(Arc<AtomicU8>);
+
+impl CancelFlag {
+    const WANTED: u8 = 0;
+    const EXPIRED: u8 = 1;
+    const CANCELLED: u8 = 2;
+
+    /// Notes that the client is gone.
+    pub fn cancel(&self) {
+        self.0.store(Self::CANCELLED, Ordering::Release);
+    }
+
+    /// Notes that the time limit has passed: the client gets the tokens so far.
+    pub fn expire(&self) {
+        // The flag stays unchanged if the client is gone.
+        let _ = self.0.compare_exchange(Self::WANTED, Self::EXPIRED, Ordering::AcqRel, Ordering::Acquire);
+    }
+
+    pub fn is_cancelled(&self) -> bool {
+        self.0.load(Ordering::Acquire) == Self::CANCELLED
+    }
+
+    pub fn is_expired(&self) -> bool {
+        self.0.load(Ordering::Acquire) == Self::EXPIRED
+    }
+}
 
 /// Time of the last sign of life of a push: bytes that arrived, or work that the server did for it. Clones share it.
 #[derive(Clone, Debug)]
