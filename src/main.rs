@@ -74,10 +74,9 @@ fn run(config: Config, profile: Option<Profile>, logs: &LogWriter) -> Result<()>
         }
         let watched = observer.clone();
         let context = async move {
-            let load = move || startup::start(&config, watched, recorder).map(|started| (config, started));
+            let load = move || startup::start(&config, watched, recorder);
             let loaded = tokio::task::spawn_blocking(load).await;
-            let (config, started) = loaded.map_err(|e| Error::Internal(format!("the start failed: {e}")))??;
-            let (context, thread) = started.into_context(&config);
+            let (context, thread) = loaded.map_err(|e| Error::Internal(format!("the start failed: {e}")))??;
             // The server ends when the engine's thread ends: a supervisor can restart a process, but not half of one.
             let watcher = std::thread::spawn(move || {
                 let result = thread.join().unwrap_or_else(|_| Err(Error::Internal("the engine panicked".into())));

@@ -17,7 +17,6 @@ use crate::comm::Trainers;
 use crate::config::{Config, DTypeChoice, GraphsChoice, SpeculationChoice};
 use crate::engine::{COMMAND_QUEUE, Engine, EngineHandle, Setup};
 use crate::error::{Error, Result};
-use crate::memory::Traffic;
 use crate::model::config::ModelConfig;
 use crate::model::{Build, Decoder, Parameterized};
 use crate::observe::{Observer, Recorder};
@@ -31,83 +30,16 @@ use crate::weights::{
 use memory::Plan;
 use ranks::{CommunicatorPlan, Ingredients, LoadProgress, start_ranks};
 
-/// A running engine and the facts about it that the server reports.
-pub struct Started {
-    pub engine: EngineHandle,
-    pub traffic: Traffic,
-    /// Ends after `Command::Shutdown`, or when all handles are gone.
-    pub thread: JoinHandle<Result<()>>,
-    pub model: ModelConfig,
-    pub model_name: String,
-    pub dtype: &'static str,
-    pub max_model_len: usize,
-    pub parameters: Arc<Parameters>,
-    /// Number of weights (elements of all parameters); a tied head counts once.
-    pub num_weights: u64,
-    pub kernel: &'static str,
-    pub devices: Devices,
-    pub text: ModelText,
-    /// Joins the groups of trainers that broadcast weights.
-    pub trainers: Trainers,
-}
-
-impl Started {
-    /// Everything that the server needs, and the engine's thread.
-    pub fn into_context(self, config: &Config) -> (ServingContext, JoinHandle<Result<()>>) {
-        let Self { engine, thread, model, text, .. } = self;
-        let sources = Sources::new(config.weights_dir.clone()).with_devices(self.devices);
-        let sources = Arc::new(sources.with_traffic(self.traffic.clone()));
-        let info = ServerInfo {
-            model: self.model_name,
-            architecture: model.architecture_name().into(),
-            dtype: self.dtype.into(),
-            device: config.device.name().into(),
-            tensor_parallel_size: config.tp,
-            max_num_seqs: config.max_num_seqs,
-            max_batch_tokens: config.max_batch_tokens,
-            block_size: config.block_size,
-            parameters: self.num_weights,
-            kernel: self.kernel.into(),
-            max_adapters: config.max_adapters,
-            max_lora_rank: config.max_lora_rank,
-            device_uuids: sources.device_uuids(),
-            batch_invariant: config.is_batch_invariant(),
-        };
-        let encoder = text.tokenizer.map(|tokenizer| Arc::new(PromptEncoder::new(tokenizer, text.chat_template)));
-        encoder.iter().for_each(|encoder| encoder.prepare_grammars(model.vocab_size));
-        let facts = ModelFacts {
-            vocab_size: model.vocab_size,
-            max_model_len: self.max_model_len,
-            eos_token_ids: model.eos_token_ids,
-            encoder,
-        };
-        let update_idle = Duration::from_secs(config.update_idle_seconds);
-        let (traffic, parameters) = (self.traffic, self.parameters);
-        let trainers = self.trainers;
-        let model = Arc::new(facts);
-        (ServingContext { model, info, engine, traffic, parameters, sources, update_idle, trainers }, thread)
-    }
-}
-
-/// The model's tokenizer and chat template. A model without a tokenizer serves token ids only.
-pub struct ModelText {
-    pub tokenizer: Option<Arc<Tokenizer>>,
-    pub chat_template: Option<ChatTemplate>,
-}
-
-impl ModelText {
-    fn open(files: &TokenizerFiles) -> Result<Self> {
-        let (tokenizer, chat_template) = match files {
-            TokenizerFiles::Gguf(metadata) => {
-                (Some(Tokenizer::from_gguf(metadata)?), ChatTemplate::from_gguf(metadata)?)
-            }
-            TokenizerFiles::HuggingFace { tokenizer_json, tokenizer_config_json, chat_template } => (
-                tokenizer_json.exists().then(|| Tokenizer::from_file(tokenizer_json)).transpose()?,
-                ChatTemplate::from_files(tokenizer_config_json.as_deref(), chat_template.as_deref())?,
-            ),
-        };
-        Ok(Self { tokenizer: tokenizer.map(Arc::new), chat_template })
-    }
+/// The tokenizer and chat template of the model; `None` for a model without a tokenizer, which serves token ids only.
+fn open_encoder(files: &TokenizerFiles) -> Result<Option<Arc<PromptEncoder>>> {
+    let (tokenizer, chat_template) = match files {
+        TokenizerFiles::Gguf(metadata) => (Some(Tokenizer::from_gguf(metadata)?), ChatTemplate::from_gguf(metadata)?),
+        TokenizerFiles::HuggingFace { tokenizer_json, tokenizer_config_json, chat_template } => (
+            tokenizer_json.exists().then(|| Tokenizer::from_file(tokenizer_json)).transpose()?,
+            ChatTemplate::from_files(tokenizer_config_json.as_deref(), chat_template.as_deref())?,
+        ),
+    };
+    Ok(tokenizer.map(|tokenizer| Arc::new(PromptEncoder::new(Arc::new(tokenizer), chat_template))))
 }
 
 /// The sizes, precisions and devices that all ranks share.
@@ -124,19 +56,23 @@ struct Layout {
     devices: Devices,
 }
 
-/// Opens the model, fills the memory plan, loads the weights and starts the engine. The observer sees the load as the
-/// timeline's first phase.
+/// The engine's thread. It ends after `Command::Shutdown`, or when all handles are gone.
+pub type EngineThread = JoinHandle<Result<()>>;
+
+/// Opens the model, fills the memory plan, loads the weights and starts the engine. Returns what the server needs, and
+/// the engine's thread. The observer sees the load as the timeline's first phase.
 ///
 /// # Errors
 /// `Config` or `ResourceExhausted`, with one message that says what to change.
-pub fn start(config: &Config, observer: Observer, recorder: Recorder) -> Result<Started> {
+pub fn start(config: &Config, observer: Observer, recorder: Recorder) -> Result<(ServingContext, EngineThread)> {
     config.check()?;
     let files = ModelSource::parse(&config.model)?.open()?;
     let model = ModelConfig::from_files(&files)?;
     model.check_tensor_parallel(config.tp)?;
     let layout = Layout::new(config, &model)?;
     let communicators = CommunicatorPlan::of_ranks(&layout.devices, config.tp, config.all_reduce)?;
-    let text = ModelText::open(&files.tokenizer)?;
+    let encoder = open_encoder(&files.tokenizer)?;
+    encoder.iter().for_each(|encoder| encoder.prepare_grammars(model.vocab_size));
 
     let mut decoders: Vec<_> = (0..layout.world)
         .map(|rank| Decoder::new(&model, &layout.build(rank), layout.max_model_len))
@@ -145,9 +81,11 @@ pub fn start(config: &Config, observer: Observer, recorder: Recorder) -> Result<
     let trainers = Trainers::new(&layout.devices);
     let broadcast = trainers.ranks() as u64 * largest_broadcast(&parameters, BROADCAST_BUFFER_BYTES);
     let Plan { budget, traffic, blocks } = Plan::new(config, &model, &layout, &decoders, broadcast)?;
+    let sources = Sources::new(config.weights_dir.clone()).with_devices(layout.devices.clone());
+    let sources = Arc::new(sources.with_traffic(traffic.clone()));
 
-    let ModelFiles { name: model_name, checkpoint, .. } = files;
-    let num_weights = count_weights(&checkpoint, &model);
+    let ModelFiles { name, checkpoint, .. } = files;
+    let info = server_info(config, &layout, &model, name, count_weights(&checkpoint, &model), &sources);
     let progress = LoadProgress::new(&checkpoint, layout.world);
     let ingredients = Ingredients {
         model: model.clone(),
@@ -181,23 +119,53 @@ pub fn start(config: &Config, observer: Observer, recorder: Recorder) -> Result<
         observer,
         recorder,
     };
-    let engine = Engine::new(executor, scheduler, text.tokenizer.clone(), commands, setup);
+    let tokenizer = encoder.as_ref().map(|encoder| encoder.tokenizer().clone());
+    let engine = Engine::new(executor, scheduler, tokenizer, commands, setup);
     let thread = std::thread::Builder::new().name("engine".into()).spawn(move || engine.run());
-    Ok(Started {
+    let thread = thread.map_err(|e| Error::Internal(format!("cannot start the engine's thread: {e}")))?;
+    let model = ModelFacts {
+        vocab_size: model.vocab_size,
+        max_model_len: layout.max_model_len,
+        eos_token_ids: model.eos_token_ids,
+        encoder,
+    };
+    let context = ServingContext {
+        model: Arc::new(model),
+        info,
         engine: EngineHandle::new(sender),
         traffic,
-        thread: thread.map_err(|e| Error::Internal(format!("cannot start the engine's thread: {e}")))?,
-        dtype: layout.dtype_name(),
-        max_model_len: layout.max_model_len,
-        model,
-        model_name,
         parameters,
-        num_weights,
+        sources,
+        update_idle: Duration::from_secs(config.update_idle_seconds),
         trainers,
-        kernel: layout.devices.of_rank(0).kernel(),
-        devices: layout.devices,
-        text,
-    })
+    };
+    Ok((context, thread))
+}
+
+fn server_info(
+    config: &Config,
+    layout: &Layout,
+    model: &ModelConfig,
+    name: String,
+    parameters: u64,
+    sources: &Sources,
+) -> ServerInfo {
+    ServerInfo {
+        model: name,
+        architecture: model.architecture_name().into(),
+        dtype: layout.dtype_name().into(),
+        device: config.device.name().into(),
+        tensor_parallel_size: config.tp,
+        max_num_seqs: config.max_num_seqs,
+        max_batch_tokens: config.max_batch_tokens,
+        block_size: config.block_size,
+        parameters,
+        kernel: layout.devices.of_rank(0).kernel().into(),
+        max_adapters: config.max_adapters,
+        max_lora_rank: config.max_lora_rank,
+        device_uuids: sources.device_uuids(),
+        batch_invariant: config.is_batch_invariant(),
+    }
 }
 
 impl Layout {

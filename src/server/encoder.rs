@@ -28,7 +28,7 @@ impl PromptEncoder {
         self.grammars.prepare(logits);
     }
 
-    pub(super) fn tokenizer(&self) -> &Arc<Tokenizer> {
+    pub fn tokenizer(&self) -> &Arc<Tokenizer> {
         &self.tokenizer
     }
 

@@ -21,7 +21,8 @@ use rollout_server::error::Result;
 use rollout_server::grammar::Grammar;
 use rollout_server::memory::Backlog;
 use rollout_server::observe::Observer;
-use rollout_server::startup::{self, Started};
+use rollout_server::server::ServingContext;
+use rollout_server::startup::{self, EngineThread};
 use rollout_server::types::{Prompt, SamplingParams, TokenId, TokenLogprobs};
 use rollout_server::weights::{
     DeclaredPush, Dtype, Parameters, Source, Sources, TensorEntry, UpdateHeader, UpdateKind,
@@ -57,7 +58,7 @@ pub fn kernels() -> Vec<&'static str> {
 
 /// A running engine, which is shut down on drop.
 pub struct Engine {
-    pub started: Option<Started>,
+    pub started: Option<(ServingContext, EngineThread)>,
 }
 
 impl Engine {
@@ -81,15 +82,19 @@ impl Engine {
         Ok(Self { started: Some(startup::start(&config, observer, recorder)?) })
     }
 
+    pub fn context(&self) -> &ServingContext {
+        &self.started.as_ref().unwrap().0
+    }
+
     pub fn handle(&self) -> &EngineHandle {
-        &self.started.as_ref().unwrap().engine
+        &self.context().engine
     }
 
     /// Sends a request and leaves its events to the caller.
     pub fn send(&self, request: Request) -> Running {
         let (sender, events) = channel();
         let cancel = CancelFlag::default();
-        let traffic = &self.started.as_ref().unwrap().traffic;
+        let traffic = &self.context().traffic;
         let request = ValidRequest {
             request_id: request.id,
             prompts: request.prompts.into_iter().map(Prompt::from_tokens).collect(),
@@ -141,7 +146,7 @@ impl Engine {
 
 impl Drop for Engine {
     fn drop(&mut self) {
-        if let Some(Started { engine, thread, .. }) = self.started.take() {
+        if let Some((ServingContext { engine, .. }, thread)) = self.started.take() {
             let _ = engine.send(Command::Shutdown { grace: Duration::ZERO });
             let ended = thread.join().expect("the engine's thread does not panic");
             if !std::thread::panicking() {
@@ -406,7 +411,7 @@ fn entry(name: &str, shape: &[usize], dtype: Dtype, changed: Option<u64>, bytes:
 
 impl Engine {
     pub fn parameters(&self) -> &Arc<Parameters> {
-        &self.started.as_ref().unwrap().parameters
+        &self.context().parameters
     }
 
     /// Sends a command to the engine and waits for its answer.

@@ -140,7 +140,7 @@ fn instruction_sets_give_the_same_bits() {
         for dtype in ["float32", "bfloat16"] {
             let bits = |kernel: &str| -> Vec<u32> {
                 let engine = Engine::start(model, &["--dtype", dtype, "--kernel", kernel]);
-                assert_eq!(engine.started.as_ref().unwrap().kernel, kernel);
+                assert_eq!(engine.context().info.kernel, kernel);
                 score(&engine, &sequences).into_iter().map(f32::to_bits).collect()
             };
             let (plain, rounding) = (bits("scalar"), bits("avx512_bf16_emulated"));

@@ -10,7 +10,7 @@ use std::sync::Arc;
 use rollout_server::engine::{CancelFlag, Command, DrainMode, LifecycleStatus, SleepLevel};
 use rollout_server::error::{Error, Result};
 use rollout_server::types::{SamplingParams, TokenId};
-use rollout_server::weights::{Allocation, DeclaredPush, Source, Sources, TensorEntry};
+use rollout_server::weights::{Allocation, DeclaredPush, Source, TensorEntry};
 use trainer::{BLOCK_BYTES, Trainer, lend, open, uuid};
 
 use crate::common::{Engine, Push, Request, StateDict, random_prompts, random_weights, update_sender};
@@ -54,10 +54,6 @@ fn entries(push: &Push) -> Vec<TensorEntry> {
     push.tensors.iter().map(|(entry, _)| entry.clone()).collect()
 }
 
-fn sources(engine: &Engine) -> Sources {
-    Sources::default().with_devices(engine.started.as_ref().unwrap().devices.clone())
-}
-
 /// Pushes as the server does. Tensors of `later` are declared after the first ones were read.
 fn push_lent(engine: &Engine, push: &Push, later: Vec<TensorEntry>, between: impl FnOnce()) -> Result<()> {
     let mut header = push.header(Source::DeviceMemory);
@@ -65,7 +61,8 @@ fn push_lent(engine: &Engine, push: &Push, later: Vec<TensorEntry>, between: imp
         header.total_bytes = Some(entries(push).iter().chain(&later).map(bytes_of).sum());
     }
     let header = Arc::new(header);
-    let declared = DeclaredPush::open(header.clone(), entries(push), engine.parameters().clone(), &sources(engine))?;
+    let declared =
+        DeclaredPush::open(header.clone(), entries(push), engine.parameters().clone(), &engine.context().sources)?;
     let (cancel, staging) = (CancelFlag::default(), declared.staging());
     let sender = update_sender(cancel.clone());
     let ticket = engine.ask(|reply| Command::BeginUpdate { header, staging, sender, reply })?;

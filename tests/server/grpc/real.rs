@@ -56,8 +56,7 @@ impl Real {
         let base = ["rollout-server", "--model", model, "--kv-cache-bytes", "16MiB"];
         let config = Config::try_parse_from(base.iter().chain(flags)).expect("good flags");
         let (observer, recorder) = Observer::new();
-        let (context, engine) =
-            startup::start(&config, observer.clone(), recorder).expect("the fixture loads").into_context(&config);
+        let (context, engine) = startup::start(&config, observer.clone(), recorder).expect("the fixture loads");
         let bound = Bound::new(&harness::config(0)).expect("a free port");
         let url = format!("http://{}", bound.address());
         let (shutdown, orders) = shutdown_channel();
