@@ -1,196 +1,295 @@
 //! The server's only configuration: command line and environment variables, checked once and passed on as structs.
 
+mod foreign;
+
 use std::path::PathBuf;
 
 use clap::builder::{PossibleValue, PossibleValuesParser, TypedValueParser};
-use clap::{Parser, ValueEnum};
+use clap::{CommandFactory as _, Parser, ValueEnum};
+use clap_complete::Shell;
 use rollout_kernels::{AllReduce, AttentionKernel, Backend};
 
 use crate::error::{Error, Result};
+use foreign::Translated;
+
+/// The device of NVIDIA GPUs, which only builds with the feature `cuda` have.
+const CUDA: &str = "cuda";
 
 /// Largest `--tp`: more ranks than any machine has devices. Without a limit, a typing error would start that many
 /// threads.
 pub const MAX_RANKS: usize = 64;
 
+/// Usage and a first run stand before the list of flags, so that they are on the first screen.
+const HELP: &str = "{about-with-newline}\n{usage-heading} {usage}\n\n{before-help}{all-args}{after-help}";
+const FIRST_RUN: &str = "\
+First run:
+  rollout-server ./SmolLM2-135M-Instruct    a directory from Hugging Face, a GGUF file, or org/name
+  curl localhost:8000/v1/completions -H 'content-type: application/json' -d '{\"prompt\": \"Hello\"}'
+  open http://localhost:8000/               the server's page
+
+Beside a training job on GPUs:
+  rollout-server MODEL --device cuda --tp 4 --mem-util 0.5 --weights-dir /checkpoints
+
+Flags of vLLM and SGLang are accepted under their names where this server has their like.
+";
+
 /// A rollout inference server for RL fine-tuning: groups of samples with log-probabilities you can trust, over gRPC
 /// and HTTP.
 #[derive(Clone, Debug, Parser)]
-#[command(name = "rollout-server", version)]
+#[command(name = "rollout-server", version, help_template = HELP, before_help = FIRST_RUN)]
+#[command(override_usage = "rollout-server MODEL [FLAGS]\n       rollout-server completion SHELL")]
 pub struct Config {
     /// Model to serve: a Hugging Face directory, a GGUF file, or org/name or org/name@revision on the hub.
-    #[arg(long, env = "ROLLOUT_MODEL", value_name = "DIR|FILE.gguf|ORG/NAME[@REV]")]
+    #[arg(long, help_heading = "Model", env = "ROLLOUT_MODEL", value_name = "DIR|FILE.gguf|ORG/NAME[@REV]")]
     pub model: String,
 
-    /// Number of tensor-parallel ranks.
-    #[arg(long, env = "ROLLOUT_TP", default_value_t = 1, value_name = "N")]
-    pub tp: usize,
-
-    /// How sums over ranks are added: in one tree, so that results do not depend on --tp, or by NCCL.
-    #[arg(long, env = "ROLLOUT_ALL_REDUCE", value_enum, default_value_t = AllReduce::Tree)]
-    pub all_reduce: AllReduce,
-
-    /// Kernels for the attention of prompts: the server's own, which keep results independent of the batch, or
-    /// FlashAttention 2, if the build has it.
-    #[arg(long, env = "ROLLOUT_ATTENTION", value_enum, default_value_t = AttentionKernel::Invariant)]
-    pub attention: AttentionKernel,
-
-    /// Ceiling on the memory of the whole process, as a fraction of the device's memory (on the CPU: of the smallest of
-    /// the machine's memory, its cgroup's limit and the limits of `ulimit -v` and `ulimit -d`).
-    #[arg(long, env = "ROLLOUT_MEM_UTIL", default_value_t = 0.5, value_name = "F")]
-    pub mem_util: f64,
-
-    /// Ceiling on the host memory of the process if the device has its own memory, e.g. 64GiB [default: half of the
-    /// smallest of the machine's memory, its cgroup's limit and the limits of `ulimit -v` and `ulimit -d`].
-    #[arg(long, env = "ROLLOUT_HOST_MEMORY", value_parser = parse_bytes, value_name = "BYTES")]
-    pub host_memory: Option<u64>,
-
-    /// Whether steps that sample one token of each sequence are captured as CUDA graphs and replayed, if the device
-    /// can: auto with one rank, on with several ranks too; off launches each kernel by itself.
-    #[arg(long, env = "ROLLOUT_GRAPHS", value_enum, default_value_t = GraphsChoice::Auto)]
-    pub graphs: GraphsChoice,
-
-    /// Device that runs the model.
-    #[arg(long, env = "ROLLOUT_DEVICE", value_parser = device_parser(), default_value = Backend::ALL[0].name())]
-    pub device: Backend,
-
     /// Type of weights and KV cache; auto takes the checkpoint's (bfloat16 for float16 and quantised checkpoints).
-    #[arg(long, env = "ROLLOUT_DTYPE", value_enum, default_value_t = DTypeChoice::Auto)]
+    #[arg(long, help_heading = "Model", env = "ROLLOUT_DTYPE", value_enum, default_value_t = DTypeChoice::Auto)]
     pub dtype: DTypeChoice,
 
-    /// Instruction set of the kernels; auto is the fastest that the processor has.
-    #[arg(long, env = "ROLLOUT_KERNEL", value_enum, default_value_t = KernelChoice::Auto)]
-    pub kernel: KernelChoice,
-
     /// Maximum tokens of a prompt and its completion together [default: the model's].
-    #[arg(long, env = "ROLLOUT_MAX_MODEL_LEN", value_name = "TOKENS")]
+    #[arg(long, help_heading = "Model", env = "ROLLOUT_MAX_MODEL_LEN", value_name = "TOKENS")]
     pub max_model_len: Option<usize>,
 
-    /// Maximum samples in one step.
-    #[arg(long, env = "ROLLOUT_MAX_NUM_SEQS", default_value_t = 256, value_name = "N")]
-    pub max_num_seqs: usize,
-
-    /// Maximum tokens computed in one step; longer prompts are prefilled in chunks.
-    #[arg(long, env = "ROLLOUT_MAX_BATCH_TOKENS", default_value_t = 1024, value_name = "TOKENS")]
-    pub max_batch_tokens: usize,
-
-    /// Maximum samples that wait; further requests fail with RESOURCE_EXHAUSTED.
-    #[arg(long, env = "ROLLOUT_MAX_QUEUED_SAMPLES", default_value_t = 65_536, value_name = "N")]
-    pub max_queued_samples: usize,
-
-    /// Whether steps with few rows also verify drafts, tokens that the group has produced before: the results are the
-    /// same, in fewer steps.
-    #[arg(long, env = "ROLLOUT_SPECULATION", value_enum, default_value_t = SpeculationChoice::Auto)]
-    pub speculation: SpeculationChoice,
-
-    /// Tokens per KV block.
-    #[arg(long, env = "ROLLOUT_BLOCK_SIZE", default_value_t = 16, value_name = "TOKENS")]
-    pub block_size: usize,
-
-    /// Size of the KV cache, e.g. 2GiB [default: the rest of the ceiling].
-    #[arg(long, env = "ROLLOUT_KV_CACHE_BYTES", value_parser = parse_bytes, value_name = "BYTES")]
-    pub kv_cache_bytes: Option<u64>,
-
-    /// Memory that the KV cache leaves free for pushes, e.g. 1GiB [default: 1.5 times the weights' size, at most a
-    /// quarter of the memory beside them].
-    #[arg(long, env = "ROLLOUT_STAGING_BYTES", value_parser = parse_bytes, value_name = "BYTES")]
-    pub staging_bytes: Option<u64>,
-
-    /// Memory for all requests and replies in flight, e.g. 256MiB; beyond it requests fail with RESOURCE_EXHAUSTED
-    /// [default: a quarter of the memory beside the weights, at most 512 MiB].
-    #[arg(long, env = "ROLLOUT_REQUEST_BYTES", value_parser = parse_bytes, value_name = "BYTES")]
-    pub request_bytes: Option<u64>,
-
-    /// Maximum resident adapters, which stay unmerged beside the weights.
-    #[arg(long, env = "ROLLOUT_MAX_ADAPTERS", default_value_t = 0, value_name = "N")]
-    pub max_adapters: usize,
-
-    /// Maximum rank of a resident adapter.
-    #[arg(long, env = "ROLLOUT_MAX_LORA_RANK", default_value_t = 16, value_name = "R")]
-    pub max_lora_rank: usize,
-
-    /// Existing directory; pushes may name files and directories below it [default: pushes name none].
-    #[arg(long, env = "ROLLOUT_WEIGHTS_DIR", value_name = "DIR")]
-    pub weights_dir: Option<PathBuf>,
-
-    /// Seconds after which an open push that sends nothing ends without effect.
-    #[arg(long, env = "ROLLOUT_UPDATE_IDLE_SECONDS", default_value_t = 60, value_name = "SECONDS")]
-    pub update_idle_seconds: u64,
-
-    /// Compute threads of all ranks together [default: one per core].
-    #[arg(long, env = "ROLLOUT_THREADS", value_name = "N")]
-    pub threads: Option<usize>,
-
     /// Address to listen on.
-    #[arg(long, env = "ROLLOUT_HOST", default_value = "127.0.0.1")]
+    #[arg(long, help_heading = "Serving", env = "ROLLOUT_HOST", default_value = "127.0.0.1")]
     pub host: String,
 
     /// Port of gRPC; 0 picks a free one and prints it.
-    #[arg(long, env = "ROLLOUT_PORT", default_value_t = 50051)]
+    #[arg(long, help_heading = "Serving", env = "ROLLOUT_PORT", default_value_t = 50051)]
     pub port: u16,
 
     /// Port of HTTP (OpenAI's API, vLLM's routes for trainers, metrics, the page); 0 picks a free one and prints it,
     /// off disables HTTP.
-    #[arg(long, env = "ROLLOUT_HTTP_PORT", default_value = "8000", value_parser = parse_port, value_name = "PORT|off")]
+    #[arg(long, help_heading = "Serving", env = "ROLLOUT_HTTP_PORT", default_value = "8000", value_parser = parse_port, value_name = "PORT|off")]
     pub http_port: HttpPort,
+
+    /// Maximum samples in one step.
+    #[arg(long, help_heading = "Serving", env = "ROLLOUT_MAX_NUM_SEQS", default_value_t = 256, value_name = "N")]
+    pub max_num_seqs: usize,
+
+    /// Maximum tokens computed in one step; longer prompts are prefilled in chunks.
+    #[arg(
+        long,
+        help_heading = "Serving",
+        env = "ROLLOUT_MAX_BATCH_TOKENS",
+        default_value_t = 1024,
+        value_name = "TOKENS"
+    )]
+    pub max_batch_tokens: usize,
+
+    /// Maximum samples that wait; further requests fail with RESOURCE_EXHAUSTED.
+    #[arg(
+        long,
+        help_heading = "Serving",
+        env = "ROLLOUT_MAX_QUEUED_SAMPLES",
+        default_value_t = 65_536,
+        value_name = "N"
+    )]
+    pub max_queued_samples: usize,
 
     /// Maximum connections per port; further ones are closed at once. Lowered if the process may not open that many
     /// files.
-    #[arg(long, env = "ROLLOUT_MAX_CONNECTIONS", default_value_t = 1024, value_name = "N")]
+    #[arg(long, help_heading = "Serving", env = "ROLLOUT_MAX_CONNECTIONS", default_value_t = 1024, value_name = "N")]
     pub max_connections: usize,
 
-    /// Server certificate in PEM, followed by its intermediate certificates; both ports then use TLS.
-    #[arg(long, env = "ROLLOUT_TLS_CERT", value_name = "FILE")]
-    pub tls_cert: Option<PathBuf>,
+    /// Seconds that running requests get to finish after SIGTERM.
+    #[arg(
+        long,
+        help_heading = "Serving",
+        env = "ROLLOUT_SHUTDOWN_GRACE_SECONDS",
+        default_value_t = 30,
+        value_name = "SECONDS"
+    )]
+    pub shutdown_grace_seconds: u64,
 
-    /// Private key of --tls-cert in PEM, without a passphrase.
-    #[arg(long, env = "ROLLOUT_TLS_KEY", value_name = "FILE")]
-    pub tls_key: Option<PathBuf>,
+    /// Ceiling on the memory of the whole process, as a fraction of the device's memory (on the CPU: of the smallest of
+    /// the machine's memory, its cgroup's limit and the limits of `ulimit -v` and `ulimit -d`).
+    #[arg(long, help_heading = "Memory", env = "ROLLOUT_MEM_UTIL", default_value_t = 0.5, value_name = "F")]
+    pub mem_util: f64,
 
-    /// Authorities in PEM; every client must have a certificate from one of them.
-    #[arg(long, env = "ROLLOUT_TLS_CLIENT_CA", value_name = "FILE")]
-    pub tls_client_ca: Option<PathBuf>,
+    /// Size of the KV cache, e.g. 2GiB [default: the rest of the ceiling].
+    #[arg(long, help_heading = "Memory", env = "ROLLOUT_KV_CACHE_BYTES", value_parser = parse_bytes, value_name = "BYTES")]
+    pub kv_cache_bytes: Option<u64>,
+
+    /// Memory that the KV cache leaves free for pushes, e.g. 1GiB [default: 1.5 times the weights' size, at most a
+    /// quarter of the memory beside them].
+    #[arg(long, help_heading = "Memory", env = "ROLLOUT_STAGING_BYTES", value_parser = parse_bytes, value_name = "BYTES")]
+    pub staging_bytes: Option<u64>,
+
+    /// Memory for all requests and replies in flight, e.g. 256MiB; beyond it requests fail with RESOURCE_EXHAUSTED
+    /// [default: a quarter of the memory beside the weights, at most 512 MiB].
+    #[arg(long, help_heading = "Memory", env = "ROLLOUT_REQUEST_BYTES", value_parser = parse_bytes, value_name = "BYTES")]
+    pub request_bytes: Option<u64>,
+
+    /// Ceiling on the host memory of the process if the device has its own memory, e.g. 64GiB [default: half of the
+    /// smallest of the machine's memory, its cgroup's limit and the limits of `ulimit -v` and `ulimit -d`].
+    #[arg(long, help_heading = "Memory", env = "ROLLOUT_HOST_MEMORY", value_parser = parse_bytes, value_name = "BYTES")]
+    pub host_memory: Option<u64>,
+
+    /// Tokens per KV block.
+    #[arg(long, help_heading = "Memory", env = "ROLLOUT_BLOCK_SIZE", default_value_t = 16, value_name = "TOKENS")]
+    pub block_size: usize,
+
+    /// Number of tensor-parallel ranks.
+    #[arg(long, help_heading = "Parallelism", env = "ROLLOUT_TP", default_value_t = 1, value_name = "N")]
+    pub tp: usize,
+
+    /// Compute threads of all ranks together [default: one per core].
+    #[arg(long, help_heading = "Parallelism", env = "ROLLOUT_THREADS", value_name = "N")]
+    pub threads: Option<usize>,
+
+    /// How sums over ranks are added: in one tree, so that results do not depend on --tp, or by NCCL.
+    #[arg(long, help_heading = "Parallelism", env = "ROLLOUT_ALL_REDUCE", value_enum, default_value_t = AllReduce::Tree)]
+    pub all_reduce: AllReduce,
+
+    /// Device that runs the model.
+    #[arg(long, help_heading = "Device", env = "ROLLOUT_DEVICE", value_parser = device_parser(), default_value = Backend::ALL[0].name())]
+    pub device: Backend,
+
+    /// Instruction set of the kernels; auto is the fastest that the processor has.
+    #[arg(long, help_heading = "Device", env = "ROLLOUT_KERNEL", value_enum, default_value_t = KernelChoice::Auto)]
+    pub kernel: KernelChoice,
+
+    /// Kernels for the attention of prompts: the server's own, which keep results independent of the batch, or
+    /// FlashAttention 2, if the build has it.
+    #[arg(long, help_heading = "Device", env = "ROLLOUT_ATTENTION", value_enum, default_value_t = AttentionKernel::Invariant)]
+    pub attention: AttentionKernel,
+
+    /// Whether steps that sample one token of each sequence are captured as CUDA graphs and replayed, if the device
+    /// can: auto with one rank, on with several ranks too; off launches each kernel by itself.
+    #[arg(long, help_heading = "Device", env = "ROLLOUT_GRAPHS", value_enum, default_value_t = GraphsChoice::Auto)]
+    pub graphs: GraphsChoice,
+
+    /// Existing directory; pushes may name files and directories below it [default: pushes name none].
+    #[arg(long, help_heading = "Weights and adapters", env = "ROLLOUT_WEIGHTS_DIR", value_name = "DIR")]
+    pub weights_dir: Option<PathBuf>,
+
+    /// Seconds after which an open push that sends nothing ends without effect.
+    #[arg(
+        long,
+        help_heading = "Weights and adapters",
+        env = "ROLLOUT_UPDATE_IDLE_SECONDS",
+        default_value_t = 60,
+        value_name = "SECONDS"
+    )]
+    pub update_idle_seconds: u64,
+
+    /// Maximum resident adapters, which stay unmerged beside the weights.
+    #[arg(
+        long,
+        help_heading = "Weights and adapters",
+        env = "ROLLOUT_MAX_ADAPTERS",
+        default_value_t = 0,
+        value_name = "N"
+    )]
+    pub max_adapters: usize,
+
+    /// Maximum rank of a resident adapter.
+    #[arg(
+        long,
+        help_heading = "Weights and adapters",
+        env = "ROLLOUT_MAX_LORA_RANK",
+        default_value_t = 16,
+        value_name = "R"
+    )]
+    pub max_lora_rank: usize,
 
     /// File of the accepted tokens, one `generate TOKEN` or `control TOKEN` per line; reloaded when it changes.
-    #[arg(long, env = "ROLLOUT_AUTH_TOKEN_FILE", value_name = "FILE")]
+    #[arg(long, help_heading = "Security", env = "ROLLOUT_AUTH_TOKEN_FILE", value_name = "FILE")]
     pub auth_token_file: Option<PathBuf>,
-
-    /// Allow listening beyond this machine without --auth-token-file: anyone who reaches the server can then use and
-    /// change the model.
-    #[arg(long, env = "ROLLOUT_INSECURE")]
-    pub insecure: bool,
 
     /// Host name, without a port, that clients use for the HTTP port; repeatable. On 127.0.0.1, and whenever this is
     /// given, the server accepts only IP addresses, localhost, --host and these names.
-    #[arg(long, env = "ROLLOUT_ALLOW_HOST", value_delimiter = ',', value_parser = parse_host_name, value_name = "NAME")]
+    #[arg(long, help_heading = "Security", env = "ROLLOUT_ALLOW_HOST", value_delimiter = ',', value_parser = parse_host_name, value_name = "NAME")]
     pub allow_host: Vec<String>,
 
-    /// Seconds that running requests get to finish after SIGTERM.
-    #[arg(long, env = "ROLLOUT_SHUTDOWN_GRACE_SECONDS", default_value_t = 30, value_name = "SECONDS")]
-    pub shutdown_grace_seconds: u64,
+    /// Allow listening beyond this machine without --auth-token-file: anyone who reaches the server can then use and
+    /// change the model.
+    #[arg(long, help_heading = "Security", env = "ROLLOUT_INSECURE")]
+    pub insecure: bool,
 
-    /// Print the time of each part of a step: at the end, and at each SIGUSR1 for the time since the last report.
-    #[arg(long, env = "ROLLOUT_PROFILE")]
-    pub profile: bool,
+    /// Server certificate in PEM, followed by its intermediate certificates; both ports then use TLS.
+    #[arg(long, help_heading = "Security", env = "ROLLOUT_TLS_CERT", value_name = "FILE")]
+    pub tls_cert: Option<PathBuf>,
+
+    /// Private key of --tls-cert in PEM, without a passphrase.
+    #[arg(long, help_heading = "Security", env = "ROLLOUT_TLS_KEY", value_name = "FILE")]
+    pub tls_key: Option<PathBuf>,
+
+    /// Authorities in PEM; every client must have a certificate from one of them.
+    #[arg(long, help_heading = "Security", env = "ROLLOUT_TLS_CLIENT_CA", value_name = "FILE")]
+    pub tls_client_ca: Option<PathBuf>,
+
+    /// Whether steps with few rows also verify drafts, tokens that the group has produced before: the results are the
+    /// same, in fewer steps.
+    #[arg(long, help_heading = "Speculation", env = "ROLLOUT_SPECULATION", value_enum, default_value_t = SpeculationChoice::Auto)]
+    pub speculation: SpeculationChoice,
+
+    /// Log level (error, warn, info, debug, trace) or a filter of the tracing crate.
+    #[arg(long, help_heading = "Observability", env = "ROLLOUT_LOG", default_value = "info")]
+    pub log: String,
+
+    /// Format of the log lines.
+    #[arg(long, help_heading = "Observability", env = "ROLLOUT_LOG_FORMAT", value_enum, default_value_t = LogFormat::Text)]
+    pub log_format: LogFormat,
 
     /// File for the phases of the engine and of pushes, written as they end, in Chrome's trace format, which Perfetto
     /// opens.
-    #[arg(long, env = "ROLLOUT_TRACE_FILE", value_name = "FILE")]
+    #[arg(long, help_heading = "Observability", env = "ROLLOUT_TRACE_FILE", value_name = "FILE")]
     pub trace_file: Option<PathBuf>,
 
-    /// Format of the log lines.
-    #[arg(long, env = "ROLLOUT_LOG_FORMAT", value_enum, default_value_t = LogFormat::Text)]
-    pub log_format: LogFormat,
+    /// Print the time of each part of a step: at the end, and at each SIGUSR1 for the time since the last report.
+    #[arg(long, help_heading = "Observability", env = "ROLLOUT_PROFILE")]
+    pub profile: bool,
+}
 
-    /// Log level (error, warn, info, debug, trace) or a filter of the tracing crate.
-    #[arg(long, env = "ROLLOUT_LOG", default_value = "info")]
-    pub log: String,
+/// The task of a command line.
+pub enum CommandLine {
+    /// Serve with these flags. Each note names a flag that was translated.
+    Serve { config: Box<Config>, notes: Vec<String> },
+    /// Print a script with which a shell completes the flags.
+    Completion(Shell),
+}
+
+impl CommandLine {
+    /// Parses the arguments behind the program's name. `--help`, `--version` and unknown flags end the process.
+    ///
+    /// # Errors
+    /// `Config` for a shell without completion, and for a flag of another server that asks for what this one does not
+    /// have.
+    pub fn parse(arguments: impl IntoIterator<Item = String>) -> Result<Self> {
+        let mut arguments = arguments.into_iter().peekable();
+        if arguments.next_if(|argument| argument == "completion").is_some() {
+            let shell = arguments.next().unwrap_or_default();
+            return Shell::from_str(&shell, true).map(Self::Completion).map_err(|_| {
+                Error::Config(format!("completion {shell:?}: must be bash, zsh, fish, elvish or powershell"))
+            });
+        }
+        let Translated { arguments, notes, .. } = foreign::translate(arguments)?;
+        let config = Config::parse_from(std::iter::once("rollout-server".into()).chain(arguments));
+        Ok(Self::Serve { config: Box::new(config), notes })
+    }
+}
+
+impl Config {
+    /// The script with which `shell` completes the flags.
+    pub fn completion(shell: Shell) -> Vec<u8> {
+        let mut script = Vec::new();
+        clap_complete::generate(shell, &mut Self::command(), "rollout-server", &mut script);
+        script
+    }
 }
 
 /// Parses the name of a device; `--help` lists only devices that are for serving.
 fn device_parser() -> impl TypedValueParser<Value = Backend> {
     let value = |device: &Backend| PossibleValue::new(device.name()).hide(!device.is_for_serving());
-    let named = |name: String| Backend::ALL.iter().copied().find(|device| device.name() == name);
-    PossibleValuesParser::new(Backend::ALL.iter().map(value)).map(move |name| named(name).expect("one of the names"))
+    // A build for the CPU knows the other device's name, to say which build has it.
+    let values = Backend::ALL.iter().map(value).chain([PossibleValue::new(CUDA).hide(true)]);
+    PossibleValuesParser::new(values).try_map(|name| {
+        let known = Backend::ALL.iter().copied().find(|device| device.name() == name);
+        known.ok_or("this build is for the CPU; `make cuda` builds the server for NVIDIA GPUs")
+    })
 }
 
 /// The port of HTTP; `None` disables HTTP.

@@ -4,8 +4,7 @@ use std::io::IsTerminal;
 use std::process::ExitCode;
 use std::time::Duration;
 
-use clap::Parser;
-use rollout_server::config::{Config, LogFormat};
+use rollout_server::config::{CommandLine, Config, LogFormat};
 use rollout_server::error::{Error, Result};
 use rollout_server::logs::{FlushOnDrop, LogWriter, log_panics};
 use rollout_server::memory::{open_files_limit, resident_bytes, share_one_heap};
@@ -22,7 +21,17 @@ use tracing_subscriber::{EnvFilter, Layer};
 
 fn main() -> ExitCode {
     share_one_heap();
-    let config = Config::parse();
+    let (config, notes) = match CommandLine::parse(std::env::args().skip(1)) {
+        Ok(CommandLine::Serve { config, notes }) => (*config, notes),
+        Ok(CommandLine::Completion(shell)) => {
+            print!("{}", String::from_utf8_lossy(&Config::completion(shell)));
+            return ExitCode::SUCCESS;
+        }
+        Err(error) => {
+            eprintln!("rollout-server: {error}");
+            return ExitCode::FAILURE;
+        }
+    };
     let logs = match LogWriter::new(std::io::stderr()) {
         Ok(logs) => logs,
         Err(error) => {
@@ -33,6 +42,7 @@ fn main() -> ExitCode {
     // From here on only the writer's thread writes to standard error, because the reader of a pipe may hang.
     let _flush = FlushOnDrop(logs.clone());
     let result = init_logs(&config, &logs).and_then(|profile| {
+        notes.iter().for_each(|note| tracing::warn!("{note}"));
         let result = run(config, profile.clone(), &logs);
         profile.iter().for_each(|profile| print_profile(profile, &logs));
         result
