@@ -13,10 +13,8 @@ their memory at the same time. At the end `--out` has the adapter, a line for ea
 from __future__ import annotations
 
 import argparse
-import itertools
 import json
 import random
-import re
 import time
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
@@ -27,9 +25,8 @@ import transformers
 from tqdm import tqdm
 
 from rollout_client import PromptOutput, RolloutClient, SamplingParams, ServerProcess
+from sorting import dataset, question, reward
 from training_report import Step, draw, summary
-
-HELD_OUT = 120  # questions that are never trained on
 
 
 @dataclass(frozen=True)
@@ -47,31 +44,9 @@ class Settings:
     seed: int = 0
 
 
-# --- The task: questions, and what an answer is worth ---
-
-
-def dataset(seed: int) -> tuple[list[list[int]], list[list[int]]]:
-    """All 720 ways to write three different digits, shuffled: those to train on, and those held out."""
-    digits = [list(three) for three in itertools.permutations(range(10), 3)]
-    random.Random(seed).shuffle(digits)
-    return digits[HELD_OUT:], digits[:HELD_OUT]
-
-
-def question(digits: list[int]) -> list[dict[str, str]]:
-    """The chat that asks for these digits in ascending order."""
-    return [{"role": "user", "content": f"Sort these numbers in ascending order: {' '.join(map(str, digits))}"}]
-
-
 def prompt_ids(tokenizer: transformers.PreTrainedTokenizerBase, digits: list[int]) -> list[int]:
     """The same as tokens. The trainer makes them, so that it learns from the very tokens that the server saw."""
     return tokenizer.apply_chat_template(question(digits), add_generation_prompt=True)["input_ids"]
-
-
-def reward(answer: str, digits: list[int]) -> float:
-    """The share of places that have the right number; more numbers than asked for count as wrong ones."""
-    numbers = [int(number) for number in re.findall(r"\d+", answer)]
-    right = sum(a == b for a, b in zip(numbers, sorted(digits), strict=False))
-    return right / max(len(digits), len(numbers))
 
 
 # --- The policy: a model with a LoRA adapter ---

@@ -208,6 +208,13 @@ def test_wrong_usage_is_status_2(rollout, arguments):
     assert (status, out) == (2, "") and error.startswith("usage: rollout")
 
 
+def test_a_shell_can_complete_the_command(rollout):
+    for shell in ("bash", "zsh", "fish"):
+        status, script, error = rollout("completion", shell)
+        assert (status, error) == (0, "") and "push-lora" in script and "token-file" in script
+    subprocess.run(["bash", "-n"], input=rollout("completion", "bash")[1], text=True, check=True, timeout=60)
+
+
 def test_an_address_in_the_environment_that_is_empty_is_none(monkeypatch):
     monkeypatch.setenv("ROLLOUT_ADDRESS", "")
     monkeypatch.setenv("ROLLOUT_HTTP_ADDRESS", "")

@@ -14,7 +14,7 @@ from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 
 from ..errors import RolloutError
-from . import checksum, generate, lifecycle, push_lora, replay, sidecar, status, timeline
+from . import checksum, completion, generate, lifecycle, push_lora, replay, sidecar, status, timeline
 from ._command import CommandError, one_line
 
 _COMMANDS = (status, generate, push_lora, lifecycle, checksum, timeline, replay, sidecar)
@@ -31,6 +31,7 @@ def build_parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     for module in _COMMANDS:
         module.register(commands)
+    completion.register(commands, parser)
     return parser
 
 
