@@ -5,8 +5,6 @@ mod connections;
 mod error;
 mod events;
 mod facts;
-#[cfg(test)]
-mod heap;
 mod members;
 mod middleware;
 mod openai;
@@ -141,4 +139,9 @@ fn unix_seconds() -> u64 {
 /// The description of all routes, which OpenAPI's tools read.
 async fn openapi(State(app): State<AppState>) -> Response {
     ([(CONTENT_TYPE, "application/json")], app.description.to_string()).into_response()
+}
+
+#[cfg(test)]
+mod tests {
+    pub(super) mod heap;
 }
