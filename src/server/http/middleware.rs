@@ -10,9 +10,9 @@ use axum::http::header::{HOST, HeaderMap, HeaderValue, ORIGIN};
 use axum::http::uri::Authority;
 use axum::http::{Method, StatusCode};
 use axum::middleware::Next;
-use axum::response::{IntoResponse, Response};
+use axum::response::Response;
 
-use super::HttpError;
+use super::{HttpError, HttpResult};
 use crate::error::{Error, Result, shown};
 use crate::observe::Observer;
 use crate::server::security::{Access, Role};
@@ -90,32 +90,29 @@ impl AllowedHosts {
 }
 
 /// Rejects requests that web pages of other origins make. Browsers send those without a JSON body unasked.
-pub(super) async fn check_origin(State(hosts): State<AllowedHosts>, request: Request, next: Next) -> Response {
-    match hosts.check(&request) {
-        Ok(()) => next.run(request).await,
-        Err(error) => HttpError::from(error).into_response(),
-    }
+pub(super) async fn check_origin(
+    State(hosts): State<AllowedHosts>,
+    request: Request,
+    next: Next,
+) -> HttpResult<Response> {
+    hosts.check(&request)?;
+    Ok(next.run(request).await)
 }
 
-/// Checks the token of a request, whose route needs the role, before its body is received. Inserts the
-/// [`Caller`](crate::server::security::Caller) into the extensions of the request.
+/// Checks that a request's token has the role, before the body is received. Inserts the caller into the extensions.
 pub(super) async fn authenticate(
     State((access, role)): State<(Access, Role)>,
     mut request: Request,
     next: Next,
-) -> Response {
-    match access.check(request.headers(), role, request.uri().path()) {
-        Ok(caller) => {
-            request.extensions_mut().insert(caller);
-            next.run(request).await
-        }
-        Err(error) => HttpError::from(error).into_response(),
-    }
+) -> HttpResult<Response> {
+    let caller = access.check(request.headers(), role, request.uri().path())?;
+    request.extensions_mut().insert(caller);
+    Ok(next.run(request).await)
 }
 
 /// Turns a panic in a handler into 500 for that request alone.
-pub(super) async fn catch_panic(State(panics): State<Panics>, request: Request, next: Next) -> Response {
-    panics.catch_future(next.run(request)).await.unwrap_or_else(|error| HttpError::from(error).into_response())
+pub(super) async fn catch_panic(State(panics): State<Panics>, request: Request, next: Next) -> HttpResult<Response> {
+    Ok(panics.catch_future(next.run(request)).await?)
 }
 
 /// Counts a request by its route and the class of its status, and records its error.

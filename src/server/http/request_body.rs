@@ -41,8 +41,7 @@ const WITHIN_NAME: u64 = 5;
 const ITEM: u64 = 12;
 /// Bytes for the name of a member, with its place in a map.
 const NAME: u64 = 64;
-/// Bytes for a string or a list, which is an item of a growing list, has memory of its own, and becomes a part of a
-/// message.
+/// Bytes for a string or a list: an item of a growing list, memory of its own, and a part of a message.
 const VALUE: u64 = 320;
 /// Bytes for an object.
 const OBJECT: u64 = 1 << 10;
@@ -173,8 +172,7 @@ pub(super) fn parse<T: DeserializeOwned>(body: &[u8], mut charge: Charge, caller
     Ok(JsonBody { value, bytes: body.len(), charge, ignored, caller })
 }
 
-/// Most bytes that parsing `json` takes beside the text itself, and then turning it into a message. The text need not
-/// be valid.
+/// Most bytes that parsing `json`, valid or not, and turning it into a message takes beside the text itself.
 pub(super) fn parsed_bytes(json: &[u8]) -> u64 {
     let (mut bytes, mut at) = (TEXT * json.len() as u64, 0);
     while let Some(&byte) = json.get(at) {

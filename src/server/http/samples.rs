@@ -47,8 +47,7 @@ pub(super) trait Samples: Send + Unpin + 'static {
     fn answer(&mut self, summary: &Summary) -> Bytes;
 }
 
-/// Answers a request for samples. `read` makes the message to the engine of its body, and a function that returns what
-/// writes the answer.
+/// Answers a request for samples. `read` returns the message to the engine, and a function that makes the writer.
 pub(super) async fn sample<T, S: Samples, W: FnOnce(&ValidRequest, &Traffic) -> S>(
     app: &AppState,
     body: JsonBody<T>,

@@ -203,8 +203,7 @@ impl Feed {
 /// The last list of the engine, and its time.
 type Answer = Arc<(RequestList, Option<Instant>)>;
 
-/// The list of requests. Asks the engine for it, one question at a time, without waiting for the answer. Clones share
-/// it.
+/// The list of requests, shared by clones. Asks the engine one question at a time, and does not wait for the answer.
 #[derive(Clone)]
 pub(super) struct RequestListCache {
     answer: watch::Sender<Answer>,

@@ -28,8 +28,7 @@ use feed::{Feed, RequestListCache};
 
 /// Most feeds at the same time: a few pages for each operator of a server, and far below `--max-connections`.
 const MOST_FEEDS: usize = 32;
-/// How long a reader must have lagged before a new feed takes its place: one that reads is behind for the moment of a
-/// write.
+/// How long a reader must have lagged before a new feed takes its place: any reader lags for the moment of a write.
 const LEAST_LAG: Duration = Duration::from_secs(1);
 /// How fast feeds are.
 const PACE: Pace = Pace { tick: Duration::from_millis(500), stall: Duration::from_secs(20) };

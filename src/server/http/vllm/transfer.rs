@@ -80,8 +80,7 @@ pub(super) struct Transferred {
     message: &'static str,
 }
 
-/// Joins a trainer's group with all ranks, in place of the group there may be; answers when all ranks of the group have
-/// joined.
+/// Joins a trainer's group with all ranks, and leaves any other; answers when all ranks of the group have joined.
 #[utoipa::path(post, path = "/init_weight_transfer_engine", request_body = Init, responses(
     (status = 200, body = Transferred),
     (status = 408, description = "the trainer did not join within --update-idle-seconds"),

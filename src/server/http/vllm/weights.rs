@@ -31,8 +31,7 @@ pub(super) struct Versioned {
     new_version: String,
 }
 
-/// Sets the version of the serving policy without changing its weights. Tokens sampled from now on report it. A push
-/// sets the version itself.
+/// Sets the policy's version without changing its weights; tokens sampled from now on report it. A push sets its own.
 #[utoipa::path(post, path = "/update_weight_version", request_body = NewVersion, responses(
     (status = 200, body = Versioned),
     (status = 409, description = "there is no policy, or the version is not above the policy's"),
