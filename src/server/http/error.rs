@@ -29,7 +29,7 @@ pub(super) struct ErrorBody {
     error: HttpError,
 }
 
-/// An error as an answer, which also has it among its extensions.
+/// The error of an answer.
 #[derive(Clone, Debug, Serialize, ToSchema)]
 #[schema(as = ErrorFacts)]
 pub(super) struct HttpError {
@@ -131,6 +131,7 @@ impl IntoResponse for HttpError {
         if self.status == StatusCode::UNAUTHORIZED {
             response.headers_mut().insert(WWW_AUTHENTICATE, HeaderValue::from_static("Bearer"));
         }
+        // For the middleware that records errors.
         response.extensions_mut().insert(self);
         response
     }
