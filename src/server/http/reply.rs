@@ -144,6 +144,6 @@ impl<W: Writer<Message = Bytes>> http_body::Body for ReplyBody<W> {
     }
 
     fn size_hint(&self) -> SizeHint {
-        self.length.clone()
+        self.length
     }
 }

@@ -81,7 +81,6 @@ pub(super) async fn sleep(State(app): State<AppState>, query: Query) -> HttpResu
     Ok(query.ignored(&["level", "mode"]).name_in(Json(Asleep { status: "sleeping", level })))
 }
 
-/// The tags that are awake.
 #[derive(Serialize, ToSchema)]
 pub(super) struct Awake {
     /// `awake`, or `sleeping` while other tags are still asleep.
@@ -128,7 +127,6 @@ pub(super) async fn wake_up(State(app): State<AppState>, query: Query) -> HttpRe
     Ok(query.ignored(&["tags", "reload"]).name_in(Json(awake)))
 }
 
-/// The state of the prefix cache.
 #[derive(Serialize, ToSchema)]
 pub(super) struct Reset {
     /// False if running requests still hold blocks, which other requests can reuse.
@@ -156,14 +154,12 @@ pub(super) async fn reset_encoder_cache(query: Query) -> Response {
     query.ignored(&[]).name_in(())
 }
 
-/// The requests to abort.
 #[derive(Deserialize, ToSchema)]
 pub(super) struct Abort {
     /// Ids from the requests or from their answers. Empty or absent: all.
     request_ids: Option<Vec<String>>,
 }
 
-/// Number of requests that were aborted.
 #[derive(Serialize, ToSchema)]
 pub(super) struct Aborted {
     status: &'static str,
@@ -178,7 +174,6 @@ pub(super) async fn abort_requests(State(app): State<AppState>, body: JsonBody<A
     Ok(body.ignored.name_in(Json(Aborted { status: "aborted", aborted })))
 }
 
-/// The requests to abort.
 #[derive(Deserialize, ToSchema)]
 pub(super) struct AbortById {
     /// Ids from the requests or from their answers.

@@ -29,9 +29,7 @@ const ALTERNATIVE: usize = 16;
 const SAMPLE: usize = 256;
 
 members! {
-    /// The body.
     pub(in crate::server::http) struct InferenceRequest {
-        /// The prompt.
         token_ids: Vec<u32>,
         sampling_params: InferenceSampling,
         /// The policy's name, or that of a resident adapter; none, null or "" is the policy.

@@ -15,7 +15,6 @@ use crate::server::calls::{ask, ask_cancellable};
 use crate::server::http::{AppState, HttpError, HttpResult, JsonBody};
 use crate::types::WeightVersion;
 
-/// A version for the serving policy.
 #[derive(Deserialize, ToSchema)]
 pub(super) struct NewVersion {
     /// A decimal number below 2^64.
