@@ -184,7 +184,7 @@ fn unsafe_code_is_in_few_files() {
         "src/memory/identity.rs",
         "src/comm/local.rs",
         "src/server/http/connections.rs",
-        "src/server/http/heap.rs",
+        "src/server/http/tests/heap.rs",
     ];
     let offenders = lines_with(&rust_files(&["src"]), &["unsafe"], |path| ALLOWED.contains(&path));
     assert_none(&offenders, "unsafe code lives in kernels/ and the few files in ALLOWED:");
@@ -250,7 +250,7 @@ fn no_lock_or_global_holds_serving_state() {
     const ALLOWED: &[(&str, &str)] = &[
         ("src/observe/journal.rs", "notes of pushes and errors that have ended: nothing that serves"),
         ("src/observe/metrics/calls.rs", "counts of calls that have ended: nothing that serves"),
-        ("src/server/http/heap.rs", "tests count what their threads allocate"),
+        ("src/server/http/tests/heap.rs", "tests count what their threads allocate"),
         ("src/memory/borrowed.rs", "a signal has one handler in a process, which looks up what its thread reads"),
         ("src/grammar/compiler.rs", "compiled grammars, to be found again by the next request"),
         ("src/grammar/watchdog.rs", "the deadlines of work on grammars, for the thread that ends what is late"),

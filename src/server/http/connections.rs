@@ -171,16 +171,9 @@ fn info(socket: RawFd) -> io::Result<libc::tcp_info> {
     // SAFETY: all of its fields are numbers, for which zeros are valid.
     let mut info: libc::tcp_info = unsafe { std::mem::zeroed() };
     let mut length = size_of::<libc::tcp_info>() as libc::socklen_t;
+    let (level, name) = (libc::IPPROTO_TCP, libc::TCP_INFO);
     // SAFETY: the system writes at most `length` bytes to `info`, whatever the descriptor is.
-    let failed = unsafe {
-        libc::getsockopt(
-            socket,
-            libc::IPPROTO_TCP,
-            libc::TCP_INFO,
-            std::ptr::from_mut(&mut info).cast(),
-            &raw mut length,
-        )
-    };
+    let failed = unsafe { libc::getsockopt(socket, level, name, (&raw mut info).cast(), &raw mut length) };
     if failed == 0 { Ok(info) } else { Err(io::Error::last_os_error()) }
 }
 

@@ -6,44 +6,48 @@ use axum::http::header::{HeaderValue, WWW_AUTHENTICATE};
 use axum::response::{IntoResponse, Response};
 use serde::Serialize;
 use utoipa::ToSchema;
+use utoipa::openapi::path::Operation;
+use utoipa::openapi::{Content, Ref, RefOr, Response as ResponseDescription};
 
 use crate::error::{Error, shown};
 
 /// Longest message of an error in bytes.
 const MAX_MESSAGE_BYTES: usize = 2048;
 
+/// Errors of every route that reads a body, and their reasons.
+const COMMON_ERRORS: [(&str, &str); 5] = [
+    ("400", "a member of the body, or an argument of the query, is wrong"),
+    ("408", "the body arrives too slowly"),
+    ("413", "the body is too large"),
+    ("429", "the queue or the memory for requests is full"),
+    ("503", "the server is starting or shutting down"),
+];
+
 /// The body of every answer with a status of 400 or more, as OpenAI's clients read it.
-#[derive(Clone, Debug, Serialize, ToSchema)]
+#[derive(Serialize, ToSchema)]
 pub(super) struct ErrorBody {
-    error: ErrorFacts,
+    error: HttpError,
 }
 
-/// The error.
+/// The error of an answer.
 #[derive(Clone, Debug, Serialize, ToSchema)]
-struct ErrorFacts {
+#[schema(as = ErrorFacts)]
+pub(super) struct HttpError {
+    #[serde(skip)]
+    status: StatusCode,
     /// The reason, with the offending value, and the remedy.
-    message: String,
+    pub(super) message: String,
     /// The kind of error, such as `BadRequestError` or `NotFoundError`.
-    r#type: &'static str,
+    #[serde(rename = "type")]
+    pub(super) kind: &'static str,
     /// The wrong member of the body.
     param: Option<String>,
     /// The HTTP status.
     code: u16,
 }
 
-/// The error of an answer, among its extensions.
-#[derive(Clone, Debug)]
-pub(super) struct ShownError {
-    pub(super) kind: &'static str,
-    pub(super) message: String,
-}
-
-/// An error as an answer.
-#[derive(Clone, Debug)]
-pub(super) struct HttpError {
-    status: StatusCode,
-    facts: ErrorFacts,
-}
+/// The result of a route.
+pub(super) type HttpResult<T> = std::result::Result<T, HttpError>;
 
 impl HttpError {
     pub(super) fn new(status: StatusCode, kind: &'static str, param: Option<String>, message: &str) -> Self {
@@ -52,7 +56,7 @@ impl HttpError {
             StatusCode::INTERNAL_SERVER_ERROR => tracing::error!(error = message, "request failed"),
             _ => tracing::debug!(%status, error = message, "call refused"),
         }
-        Self { status, facts: ErrorFacts { message, r#type: kind, param, code: status.as_u16() } }
+        Self { status, message, kind, param, code: status.as_u16() }
     }
 
     /// A member of the body, or an argument of the query, is wrong.
@@ -67,8 +71,7 @@ impl HttpError {
     }
 
     pub(super) fn no_route() -> Self {
-        let message = "there is no such route; /openapi.json lists all";
-        Self::new(StatusCode::NOT_FOUND, "NotFoundError", None, message)
+        Error::NotFound("there is no such route; /openapi.json lists all".into()).into()
     }
 
     pub(super) fn wrong_method() -> Self {
@@ -76,13 +79,9 @@ impl HttpError {
         Self::new(StatusCode::METHOD_NOT_ALLOWED, "MethodNotAllowedError", None, message)
     }
 
-    pub(super) fn message(&self) -> &str {
-        &self.facts.message
-    }
-
     /// The body, for an error in the middle of a stream, whose status has been sent already.
     pub(super) fn into_body(self) -> ErrorBody {
-        ErrorBody { error: self.facts }
+        ErrorBody { error: self }
     }
 }
 
@@ -128,14 +127,34 @@ fn member(path: &str) -> String {
 
 impl IntoResponse for HttpError {
     fn into_response(self) -> Response {
-        let status = self.status;
-        let error = ShownError { kind: self.facts.r#type, message: self.facts.message.clone() };
-        let mut response = (status, Json(self.into_body())).into_response();
-        if status == StatusCode::UNAUTHORIZED {
+        let mut response = (self.status, Json(self.clone().into_body())).into_response();
+        if self.status == StatusCode::UNAUTHORIZED {
             response.headers_mut().insert(WWW_AUTHENTICATE, HeaderValue::from_static("Bearer"));
         }
-        response.extensions_mut().insert(error);
+        // For the middleware that records errors.
+        response.extensions_mut().insert(self);
         response
+    }
+}
+
+/// Completes the description of a route: errors that it has in common with others, and the body of all its errors.
+pub(super) fn describe_errors(operation: &mut Operation) {
+    let responses = &mut operation.responses.responses;
+    for (status, reason) in COMMON_ERRORS {
+        if operation.request_body.is_some() {
+            responses.entry(status.into()).or_insert_with(|| ResponseDescription::new("").into());
+        }
+        if let Some(RefOr::T(response)) = responses.get_mut(status)
+            && response.description.is_empty()
+        {
+            response.description = reason.into();
+        }
+    }
+    for (_, response) in responses.range_mut("400".to_owned()..) {
+        if let RefOr::T(response) = response {
+            let body = Content::new(Some(Ref::from_schema_name("ErrorBody")));
+            response.content.insert("application/json".into(), body.into());
+        }
     }
 }
 

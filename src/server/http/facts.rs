@@ -10,7 +10,7 @@ use axum::response::{IntoResponse, Response};
 use serde::{Deserialize, Serialize};
 use utoipa::{IntoParams, ToSchema};
 
-use super::{AppState, ErrorBody, HttpError};
+use super::{AppState, HttpResult};
 use crate::engine::Command;
 use crate::error::Error;
 use crate::memory::{open_files_limit, resident_bytes};
@@ -22,25 +22,18 @@ use crate::server::{convert, pb};
 const PROMETHEUS: &str = "text/plain; version=0.0.4; charset=utf-8";
 
 /// Liveness: 200 with an empty body once the model is loaded, 503 before.
-#[utoipa::path(get, path = "/health", responses(
-    (status = 200, description = "the server is ready"),
-    (status = 503, description = "the model is loading, or the server is shutting down", body = ErrorBody),
-))]
-pub(super) async fn health(State(app): State<AppState>) -> Result<StatusCode, HttpError> {
+#[utoipa::path(get, path = "/health", responses((status = 200, description = "the server is ready"), (status = 503)))]
+pub(super) async fn health(State(app): State<AppState>) -> HttpResult<StatusCode> {
     app.server.admit()?;
     Ok(StatusCode::OK)
 }
 
 /// Same as `/health`, under the name that some orchestrators use.
-#[utoipa::path(get, path = "/ping", responses(
-    (status = 200, description = "the server is ready"),
-    (status = 503, description = "the model is loading, or the server is shutting down", body = ErrorBody),
-))]
-pub(super) async fn ping(app: State<AppState>) -> Result<StatusCode, HttpError> {
+#[utoipa::path(get, path = "/ping", responses((status = 200, description = "the server is ready"), (status = 503)))]
+pub(super) async fn ping(app: State<AppState>) -> HttpResult<StatusCode> {
     health(app).await
 }
 
-/// The version of the server.
 #[derive(Serialize, ToSchema)]
 pub(super) struct Version {
     version: &'static str,
@@ -52,7 +45,6 @@ pub(super) async fn version() -> Json<Version> {
     Json(Version { version: env!("CARGO_PKG_VERSION") })
 }
 
-/// The models that a request may name.
 #[derive(Serialize, ToSchema)]
 pub(super) struct ModelList {
     object: &'static str,
@@ -76,18 +68,15 @@ struct Model {
 }
 
 /// The policy and the resident adapters, each of which can be the `model` of a request.
-#[utoipa::path(get, path = "/v1/models", responses(
-    (status = 200, body = ModelList),
-    (status = 503, body = ErrorBody),
-))]
-pub(super) async fn models(State(app): State<AppState>) -> Result<Json<ModelList>, HttpError> {
+#[utoipa::path(get, path = "/v1/models", responses((status = 200, body = ModelList), (status = 503)))]
+pub(super) async fn models(State(app): State<AppState>) -> HttpResult<Json<ModelList>> {
     let context = app.server.context()?;
     let adapters = ask(&context.engine, |reply| Command::ListAdapters { reply }).await?;
     let name = &context.info.model;
     let model = |id: &str, parent: Option<String>, max_model_len| Model {
         id: id.to_owned(),
         object: "model",
-        created: app.created,
+        created: app.server.observer.timeline.origin_unix() / 1_000_000_000,
         owned_by: "rollout-server",
         root: id.to_owned(),
         parent,
@@ -133,7 +122,6 @@ pub(super) async fn metrics(State(AppState { server, .. }): State<AppState>) -> 
     ([(CONTENT_TYPE, PROMETHEUS)], text).into_response()
 }
 
-/// The part of the timeline to return.
 #[derive(Deserialize, IntoParams)]
 #[serde(deny_unknown_fields)]
 #[into_params(parameter_in = Query)]
@@ -150,12 +138,12 @@ pub(super) struct TimelinePart {
 /// The engine's last phases and those of the pushes, as spans of time.
 #[utoipa::path(get, path = "/timeline.json", params(TimelinePart), responses(
     (status = 200, body = pb::GetTimelineResponse),
-    (status = 400, body = ErrorBody),
+    (status = 400),
 ))]
 pub(super) async fn timeline(
     State(app): State<AppState>,
     part: Result<Query<TimelinePart>, QueryRejection>,
-) -> Result<Json<pb::GetTimelineResponse>, HttpError> {
+) -> HttpResult<Json<pb::GetTimelineResponse>> {
     let Query(TimelinePart { since, max_spans }) = part.map_err(|error| Error::invalid("query", error.body_text()))?;
     let request = pb::GetTimelineRequest { since: u64::try_from(since).unwrap_or(0), max_spans };
     Ok(Json(convert::timeline(&app.server.observer.timeline, &request)))

@@ -40,15 +40,11 @@ macro_rules! members {
             ) -> std::result::Result<bool, A::Error> {
                 match name {
                     $(stringify!($member) => self.$member = map.next_value()?,)*
-                    _ => {
-                        $(if $crate::server::http::members::Members::read(&mut self.$group, name, map)? {
-                            return Ok(true);
-                        })*
-                        $(if $crate::server::http::members::reject(&$rejected, name, map)? {
-                            return Ok(true);
-                        })*
-                        return Ok(false);
-                    }
+                    _ => return Ok(
+                        $($crate::server::http::members::Members::read(&mut self.$group, name, map)? ||)*
+                        $($crate::server::http::members::reject(&$rejected, name, map)? ||)*
+                        false
+                    ),
                 }
                 Ok(true)
             }

@@ -10,11 +10,10 @@ use axum::http::header::{HOST, HeaderMap, HeaderValue, ORIGIN};
 use axum::http::uri::Authority;
 use axum::http::{Method, StatusCode};
 use axum::middleware::Next;
-use axum::response::{IntoResponse, Response};
+use axum::response::Response;
 
-use super::HttpError;
-use super::error::ShownError;
-use crate::error::shown;
+use super::{HttpError, HttpResult};
+use crate::error::{Error, Result, shown};
 use crate::observe::Observer;
 use crate::server::security::{Access, Role};
 use crate::server::state::Panics;
@@ -40,23 +39,32 @@ impl AllowedHosts {
     }
 
     /// # Errors
-    /// 403 if the request names a host that is not allowed, or would change something and comes from a page of another
-    /// origin.
-    fn check(&self, request: &Request) -> Result<(), HttpError> {
+    /// `PermissionDenied` if the request names a host that is not allowed, or would change something and comes from a
+    /// page of another origin.
+    fn check(&self, request: &Request) -> Result<()> {
         let headers = request.headers();
         if self.only_these {
             // A target with a host of its own takes the place of the header.
             let target = request.uri().authority().map(|authority| authority.as_str().to_owned());
             let mut hosts = target.into_iter().chain(headers.get_all(HOST).iter().map(text));
             if let Some(host) = hosts.find(|host| !self.allows(host)) {
-                return Err(wrong_host(&host));
+                return Err(Error::PermissionDenied(format!(
+                    "host {:?} is not allowed: use an IP address or localhost, or start the server with --allow-host \
+                     NAME if the name is yours (docs/security.md)",
+                    shown(&host, SHOWN_BYTES)
+                )));
             }
         }
         // These change nothing, and only pages of the same origin can read their answers.
         if matches!(*request.method(), Method::GET | Method::HEAD | Method::OPTIONS) {
             return Ok(());
         }
-        self.foreign_origin(headers).map_or(Ok(()), |origin| Err(wrong_origin(&origin)))
+        let Some(origin) = self.foreign_origin(headers) else { return Ok(()) };
+        Err(Error::PermissionDenied(format!(
+            "requests from pages of {:?} are not allowed: open the server's own page by its IP address, or start the \
+             server with --allow-host NAME if the name is yours (docs/security.md)",
+            shown(&origin, SHOWN_BYTES)
+        )))
     }
 
     /// The origin of the page that has made the request, unless it is a page of this server. Programs send none.
@@ -69,8 +77,7 @@ impl AllowedHosts {
             let host = headers.get(HOST)?.to_str().ok()?;
             Some(authority.eq_ignore_ascii_case(host) && self.allows(authority))
         };
-        let origins = headers.get_all(ORIGIN).iter().map(text);
-        origins.into_iter().find(|origin| is_own(origin) != Some(true))
+        headers.get_all(ORIGIN).iter().map(text).find(|origin| is_own(origin) != Some(true))
     }
 
     /// Whether `authority`, a host with any port or none, can only lead here.
@@ -83,79 +90,51 @@ impl AllowedHosts {
 }
 
 /// Rejects requests that web pages of other origins make. Browsers send those without a JSON body unasked.
-pub(super) async fn check_origin(State(hosts): State<AllowedHosts>, request: Request, next: Next) -> Response {
-    match hosts.check(&request) {
-        Ok(()) => next.run(request).await,
-        Err(error) => error.into_response(),
-    }
+pub(super) async fn check_origin(
+    State(hosts): State<AllowedHosts>,
+    request: Request,
+    next: Next,
+) -> HttpResult<Response> {
+    hosts.check(&request)?;
+    Ok(next.run(request).await)
 }
 
-/// Checks the token of a request, whose route needs the role, before its body is received. Inserts the
-/// [`Caller`](crate::server::security::Caller) into the extensions of the request.
+/// Checks that a request's token has the role, before the body is received. Inserts the caller into the extensions.
 pub(super) async fn authenticate(
     State((access, role)): State<(Access, Role)>,
     mut request: Request,
     next: Next,
-) -> Response {
-    match access.check(request.headers(), role, request.uri().path()) {
-        Ok(caller) => {
-            request.extensions_mut().insert(caller);
-            next.run(request).await
-        }
-        Err(error) => HttpError::from(error).into_response(),
-    }
+) -> HttpResult<Response> {
+    let caller = access.check(request.headers(), role, request.uri().path())?;
+    request.extensions_mut().insert(caller);
+    Ok(next.run(request).await)
 }
 
 /// Turns a panic in a handler into 500 for that request alone.
-pub(super) async fn catch_panic(State(panics): State<Panics>, request: Request, next: Next) -> Response {
-    panics.catch_future(next.run(request)).await.unwrap_or_else(|error| HttpError::from(error).into_response())
+pub(super) async fn catch_panic(State(panics): State<Panics>, request: Request, next: Next) -> HttpResult<Response> {
+    Ok(panics.catch_future(next.run(request)).await?)
 }
 
 /// Counts a request by its route and the class of its status, and records its error.
 pub(super) async fn count_request(State(observer): State<Observer>, request: Request, next: Next) -> Response {
     // The client chooses paths without a route and unknown methods, so these are not counted by name.
     let route = request.extensions().get::<MatchedPath>().cloned();
-    let method = match *request.method() {
-        Method::GET => "GET",
-        Method::HEAD => "HEAD",
-        Method::POST => "POST",
-        Method::DELETE => "DELETE",
-        _ => "other",
-    };
+    let known = ["GET", "HEAD", "POST", "DELETE"];
+    let method = known.into_iter().find(|known| request.method() == *known).unwrap_or("other");
     let response = next.run(request).await;
     let (handler, status) = (route.as_ref().map_or("none", MatchedPath::as_str), response.status());
     let class = ["1xx", "2xx", "3xx", "4xx", "5xx"][usize::from(status.as_u16() / 100 - 1).min(4)];
     observer.metrics.http_calls.count([handler, method, class]);
     // Requests of strangers are not errors of the server's clients.
     let is_stranger = route.is_none() || [StatusCode::UNAUTHORIZED, StatusCode::METHOD_NOT_ALLOWED].contains(&status);
-    if let Some(shown) = response.extensions().get::<ShownError>().filter(|_| !is_stranger) {
-        observer.journal.refusal(shown.kind, &shown.message, None);
+    if let Some(error) = response.extensions().get::<HttpError>().filter(|_| !is_stranger) {
+        observer.journal.refusal(error.kind, &error.message, None);
     }
     response
 }
 
 fn text(value: &HeaderValue) -> String {
     String::from_utf8_lossy(value.as_bytes()).into_owned()
-}
-
-fn wrong_host(host: &str) -> HttpError {
-    refusal(&format!(
-        "host {:?} is not allowed: use an IP address or localhost, or start the server with --allow-host NAME if the \
-         name is yours (docs/security.md)",
-        shown(host, SHOWN_BYTES)
-    ))
-}
-
-fn wrong_origin(origin: &str) -> HttpError {
-    refusal(&format!(
-        "requests from pages of {:?} are not allowed: open the server's own page by its IP address, or start the server \
-         with --allow-host NAME if the name is yours (docs/security.md)",
-        shown(origin, SHOWN_BYTES)
-    ))
-}
-
-fn refusal(message: &str) -> HttpError {
-    HttpError::new(StatusCode::FORBIDDEN, "PermissionDeniedError", None, message)
 }
 
 #[cfg(test)]

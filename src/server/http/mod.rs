@@ -5,8 +5,6 @@ mod connections;
 mod error;
 mod events;
 mod facts;
-#[cfg(test)]
-mod heap;
 mod members;
 mod middleware;
 mod openai;
@@ -21,15 +19,14 @@ use std::sync::Arc;
 use std::time::{SystemTime, UNIX_EPOCH};
 
 use axum::Router;
-use axum::extract::State;
 use axum::http::header::CONTENT_TYPE;
 use axum::middleware::from_fn_with_state;
-use axum::response::{IntoResponse, Response};
 use axum::routing::{MethodRouter, get};
+use bytes::Bytes;
 use tokio::sync::Semaphore;
 use tokio_util::sync::CancellationToken;
+use utoipa::OpenApi;
 use utoipa::openapi::extensions::Extensions;
-use utoipa::openapi::{Info, OpenApi};
 use utoipa_axum::router::{OpenApiRouter, UtoipaMethodRouter};
 use utoipa_axum::routes;
 
@@ -40,22 +37,18 @@ use super::security::{Access, Role};
 use super::state::ServerState;
 use super::transfer::Transfers;
 use connections::Peer;
-use error::{ErrorBody, HttpError};
+use error::{ErrorBody, HttpError, HttpResult};
 use events::Feeds;
 use members::members;
-use query::{Query, has_body};
+use query::Query;
 use reply::{counted, event, json};
 use request_body::{Ignored, JsonBody};
-use samples::{FinishedSamples, Samples, sample, samples_per_prompt};
+use samples::{FinishedSamples, Outbox, Samples, sample, samples_per_prompt};
 
 /// The state that every handler can reach.
 #[derive(Clone)]
 struct AppState {
     server: ServerState,
-    /// When the server started, in seconds since 1970.
-    created: u64,
-    /// The text of `/openapi.json`.
-    description: Arc<str>,
     /// One permit, which a load of an adapter holds while it runs.
     loads: Arc<Semaphore>,
     feeds: Feeds,
@@ -63,12 +56,17 @@ struct AppState {
     transfers: Transfers,
 }
 
+/// The description of the server, to which the routes are added.
+#[derive(OpenApi)]
+#[openapi(components(schemas(ErrorBody)))]
+struct Description;
+
 /// A route with its handlers and their description.
 type Route = UtoipaMethodRouter<AppState>;
 
 /// Every route, with the role that its callers need. `/openapi.json` itself is added by [`router`].
-fn table() -> Vec<(Role, Route)> {
-    let mut table = vec![
+fn table() -> impl Iterator<Item = (Role, Route)> {
+    let table = [
         (Role::Anyone, routes!(facts::health)),
         (Role::Anyone, routes!(facts::ping)),
         (Role::Generate, routes!(facts::version)),
@@ -83,29 +81,24 @@ fn table() -> Vec<(Role, Route)> {
         (Role::Anyone, routes!(page::page)),
         (Role::Anyone, routes!(page::part)),
     ];
-    table.extend(vllm::table());
-    table
+    table.into_iter().chain(vllm::table())
 }
 
 /// The routes behind their middleware, and their description. Feeds end once `stop` is cancelled.
 pub(super) fn router(server: &ServerState, access: &Access, hosts: AllowedHosts, stop: CancellationToken) -> Router {
-    let described = OpenApiRouter::with_openapi(OpenApi::new(
-        Info::new("rollout-server", env!("CARGO_PKG_VERSION")),
-        utoipa::openapi::path::Paths::new(),
-    ));
+    let described = OpenApiRouter::with_openapi(Description::openapi());
     let authenticated = |handlers: MethodRouter<AppState>, role| {
         handlers.layer(from_fn_with_state((access.clone(), role), middleware::authenticate))
     };
-    let described = table().into_iter().fold(described, |router, (role, route)| {
-        let (schemas, paths, handlers) = with_role(role, route);
+    let described = table().fold(described, |router, (role, route)| {
+        let (schemas, paths, handlers) = describe(role, route);
         router.routes((schemas, paths, authenticated(handlers, role)))
     });
     let (router, description) = described.split_for_parts();
-    let description = description.to_json().expect("the description is made of strings and numbers");
+    let description: Bytes = description.to_json().expect("it is made of strings and numbers").into();
+    let openapi = || async move { ([(CONTENT_TYPE, "application/json")], description) };
     let app = AppState {
         server: server.clone(),
-        created: unix_seconds(),
-        description: description.into(),
         loads: Arc::new(Semaphore::new(1)),
         feeds: Feeds::new(stop),
         transfers: Transfers::start(server),
@@ -123,11 +116,12 @@ pub(super) fn router(server: &ServerState, access: &Access, hosts: AllowedHosts,
         .with_state(app)
 }
 
-/// The route, described as one for `role`.
-fn with_role(role: Role, (schemas, mut paths, handlers): Route) -> Route {
+/// The route, with the parts of its description that follow from its role and its errors.
+fn describe(role: Role, (schemas, mut paths, handlers): Route) -> Route {
     for path in paths.paths.values_mut() {
         for operation in [&mut path.get, &mut path.post, &mut path.delete].into_iter().flatten() {
             operation.extensions.get_or_insert_with(Extensions::default).insert("x-role".into(), role.name().into());
+            error::describe_errors(operation);
         }
     }
     (schemas, paths, handlers)
@@ -138,7 +132,7 @@ fn unix_seconds() -> u64 {
     SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |since| since.as_secs())
 }
 
-/// The description of all routes, which OpenAPI's tools read.
-async fn openapi(State(app): State<AppState>) -> Response {
-    ([(CONTENT_TYPE, "application/json")], app.description.to_string()).into_response()
+#[cfg(test)]
+mod tests {
+    pub(super) mod heap;
 }

@@ -3,12 +3,12 @@
 use std::collections::BTreeSet;
 use std::time::Duration;
 
-use axum::body::{Body, to_bytes};
+use axum::body::to_bytes;
 use axum::extract::{FromRequest, Request};
-use axum::http::header::{CONTENT_LENGTH, HeaderMap, TRANSFER_ENCODING};
+use http_body::Body as _;
 use tokio::time::timeout;
 
-use super::{AppState, HttpError, Ignored};
+use super::{AppState, HttpError, HttpResult, Ignored};
 use crate::error::shown;
 
 /// Longest value that an error repeats, in bytes.
@@ -29,26 +29,17 @@ pub(super) struct Query {
 impl FromRequest<AppState> for Query {
     type Rejection = HttpError;
 
-    async fn from_request(request: Request, _: &AppState) -> Result<Self, HttpError> {
+    async fn from_request(request: Request, _: &AppState) -> HttpResult<Self> {
         let (parts, body) = request.into_parts();
-        let has_body = has_body(&parts.headers);
+        let has_body = !body.is_end_stream();
         if has_body {
-            discard(body).await;
+            // After a body that is too long or too slow, the connection closes with the answer.
+            let _ = timeout(DISCARD, to_bytes(body, DISCARDED_BYTES)).await;
         }
         let pairs = axum::extract::Query::try_from_uri(&parts.uri);
         let axum::extract::Query(pairs) = pairs.map_err(|e| HttpError::invalid("query", &e.body_text()))?;
         Ok(Self { pairs, has_body })
     }
-}
-
-/// Receives a body and drops it. After one that is too long or too slow, the connection closes with the answer.
-async fn discard(body: Body) {
-    let _ = timeout(DISCARD, to_bytes(body, DISCARDED_BYTES)).await;
-}
-
-/// Whether the headers announce a body.
-pub(super) fn has_body(headers: &HeaderMap) -> bool {
-    headers.contains_key(TRANSFER_ENCODING) || headers.get(CONTENT_LENGTH).is_some_and(|length| length != "0")
 }
 
 impl Query {
@@ -58,33 +49,21 @@ impl Query {
     }
 
     /// The value of an argument that is one of `choices`; the first choice if it is absent. If it is repeated, the last
-    /// one counts.
-    ///
-    /// # Errors
-    /// 400 with the argument's name.
-    pub(super) fn choice<T: Copy>(&self, name: &str, choices: &[(&str, T)]) -> Result<T, HttpError> {
+    /// one counts. 400 with the argument's name if it has another value.
+    pub(super) fn choice<T: Copy>(&self, name: &str, choices: &[(&str, T)]) -> HttpResult<T> {
         let Some(given) = self.all(name).last() else { return Ok(choices[0].1) };
         let found = choices.iter().find(|(text, _)| *text == given);
-        found.map(|(_, value)| *value).ok_or_else(|| {
-            let texts: Vec<_> = choices.iter().map(|(text, _)| *text).collect();
-            let message = format!("{:?} is not one of {}", shown(given, MAX_SHOWN_BYTES), texts.join(", "));
-            HttpError::invalid(format!("query.{name}"), &message)
-        })
+        let texts = || choices.iter().map(|(text, _)| *text).collect::<Vec<_>>().join(", ");
+        found.map(|(_, value)| *value).ok_or_else(|| wrong(name, given, &format!("one of {}", texts())))
     }
 
-    /// The value of an argument that is true or false.
-    ///
-    /// # Errors
-    /// 400 with the argument's name.
-    pub(super) fn flag(&self, name: &str, default: bool) -> Result<bool, HttpError> {
+    /// The same for an argument that is true or false.
+    pub(super) fn flag(&self, name: &str, default: bool) -> HttpResult<bool> {
         let Some(given) = self.all(name).last() else { return Ok(default) };
         match given.to_ascii_lowercase().as_str() {
             "true" | "1" | "yes" | "on" => Ok(true),
             "false" | "0" | "no" | "off" => Ok(false),
-            _ => {
-                let message = format!("{:?} is not true or false", shown(given, MAX_SHOWN_BYTES));
-                Err(HttpError::invalid(format!("query.{name}"), &message))
-            }
+            _ => Err(wrong(name, given, "true or false")),
         }
     }
 
@@ -100,6 +79,12 @@ impl Query {
         }
         ignored
     }
+}
+
+/// The error of an argument whose value is not as `expected`.
+fn wrong(name: &str, given: &str, expected: &str) -> HttpError {
+    let message = format!("{:?} is not {expected}", shown(given, MAX_SHOWN_BYTES));
+    HttpError::invalid(format!("query.{name}"), &message)
 }
 
 #[cfg(test)]

@@ -5,14 +5,14 @@ use std::pin::Pin;
 use std::task::{Context, Poll, ready};
 
 use axum::body::Body;
-use axum::http::header::{CACHE_CONTROL, CONTENT_TYPE, HeaderValue};
+use axum::http::header::{CACHE_CONTROL, CONTENT_TYPE};
 use axum::response::Response;
 use bytes::Bytes;
 use http_body::{Frame, SizeHint};
 use serde::Serialize;
 use tokio_stream::{Stream, StreamExt as _};
 
-use super::{HttpError, Ignored};
+use super::{HttpError, HttpResult, Ignored};
 use crate::error::Error;
 use crate::memory::Charge;
 use crate::server::replies::{ReplyStream, Writer};
@@ -94,34 +94,29 @@ pub(super) async fn answer<W: Writer<Message = Bytes> + 'static>(
     is_stream: bool,
     ignored: &Ignored,
     panics: &Panics,
-) -> Result<Response, HttpError> {
+) -> HttpResult<Response> {
     let first = match replies.next().await {
         Some(Err(Error::NotFound(message))) => return Err(HttpError::no_model(&message)),
         Some(first) => first?,
         None => return Err(Error::Internal("the reply has no message".into()).into()),
     };
-    let (ending, kind) = match is_stream {
-        true => (Some(Bytes::from_static(DONE)), "text/event-stream; charset=utf-8"),
-        false => (None, "application/json"),
-    };
-    let length = if is_stream { None } else { Some(first.len() as u64) };
-    let body = ReplyBody { first: Some(first), replies, ending, length, panics: panics.clone() };
-    let mut response = Response::new(Body::new(body));
-    let headers = response.headers_mut();
-    headers.insert(CONTENT_TYPE, HeaderValue::from_static(kind));
-    if is_stream {
-        headers.insert(CACHE_CONTROL, HeaderValue::from_static("no-cache"));
+    let length = if is_stream { SizeHint::default() } else { SizeHint::with_exact(first.len() as u64) };
+    let ending = is_stream.then_some(Bytes::from_static(DONE));
+    replies.messages.push_front(first);
+    let body = Body::new(ReplyBody { replies, ending, length, panics: panics.clone() });
+    if !is_stream {
+        return Ok(ignored.name_in(([(CONTENT_TYPE, "application/json")], body)));
     }
-    Ok(ignored.name_in(response))
+    let headers = [(CONTENT_TYPE, "text/event-stream; charset=utf-8"), (CACHE_CONTROL, "no-cache")];
+    Ok(ignored.name_in((headers, body)))
 }
 
 /// The body of a reply. The request's guards live in it, so that dropping it cancels the request.
 struct ReplyBody<W: Writer> {
-    first: Option<Bytes>,
     replies: ReplyStream<W>,
     /// The event after the last message; None once it has been sent, and for a body that is not a stream of events.
     ending: Option<Bytes>,
-    length: Option<u64>,
+    length: SizeHint,
     panics: Panics,
 }
 
@@ -131,29 +126,24 @@ impl<W: Writer<Message = Bytes>> http_body::Body for ReplyBody<W> {
 
     fn poll_frame(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Option<Result<Frame<Bytes>, Self::Error>>> {
         let this = self.get_mut();
-        if let Some(first) = this.first.take() {
-            return Poll::Ready(Some(Ok(Frame::data(first))));
-        }
-        if this.length.is_some() {
-            return Poll::Ready(None);
-        }
-        let polled = this.panics.catch(|| Pin::new(&mut this.replies).poll_next(cx));
-        let next = match polled {
-            Ok(next) => match ready!(next) {
-                Some(Ok(event)) => Some(event),
-                Some(Err(error)) => Some(event(&HttpError::from(error).into_body())),
-                None => this.ending.take(),
-            },
-            // The reply is not polled again.
+        let message = match this.panics.catch(|| Pin::new(&mut this.replies).poll_next(cx)) {
+            Ok(message) => ready!(message),
             Err(error) => {
-                this.length = Some(0);
-                Some(event(&HttpError::from(error).into_body()))
+                // Nothing is sent after this error.
+                this.replies.messages.clear();
+                this.replies.ended = true;
+                this.ending = None;
+                Some(Err(error))
             }
+        };
+        let next = match message {
+            Some(message) => Some(message.unwrap_or_else(|error| event(&HttpError::from(error).into_body()))),
+            None => this.ending.take(),
         };
         Poll::Ready(next.map(|event| Ok(Frame::data(event))))
     }
 
     fn size_hint(&self) -> SizeHint {
-        self.length.map_or_else(SizeHint::default, SizeHint::with_exact)
+        self.length
     }
 }

@@ -5,16 +5,15 @@
 //! serves both. Tests: `test_bodies_that_grow_when_they_are_parsed` and `test_100_bodies_that_never_end` in
 //! `clients/python/tests/test_memory_ceiling_http.py`.
 
-use std::fmt::Write as _;
-
 use axum::extract::{FromRequest, Request};
 use axum::http::StatusCode;
-use axum::http::header::{CONTENT_LENGTH, CONTENT_TYPE, HeaderMap, HeaderName, HeaderValue};
+use axum::http::header::{CONTENT_TYPE, HeaderMap, HeaderName, HeaderValue};
 use axum::response::{IntoResponse, Response};
 use bytes::BytesMut;
+use http_body::Body as _;
 use serde::de::DeserializeOwned;
 
-use super::{AppState, HttpError};
+use super::{AppState, HttpError, HttpResult};
 use crate::error::{Error, Result, shown};
 use crate::memory::Charge;
 use crate::server::calls::{STALL_TIMEOUT, receive};
@@ -42,8 +41,7 @@ const WITHIN_NAME: u64 = 5;
 const ITEM: u64 = 12;
 /// Bytes for the name of a member, with its place in a map.
 const NAME: u64 = 64;
-/// Bytes for a string or a list, which is an item of a growing list, has memory of its own, and becomes a part of a
-/// message.
+/// Bytes for a string or a list: an item of a growing list, memory of its own, and a part of a message.
 const VALUE: u64 = 320;
 /// Bytes for an object.
 const OBJECT: u64 = 1 << 10;
@@ -70,7 +68,7 @@ pub(super) struct Ignored {
 impl Ignored {
     pub(super) fn add(&mut self, name: &str) {
         if self.names.len() < MAX_IGNORED {
-            self.names.push(shown(name, MAX_IGNORED_BYTES));
+            self.names.push(shown(name, MAX_IGNORED_BYTES).escape_default().to_string());
         } else {
             self.others += 1;
         }
@@ -89,14 +87,9 @@ impl Ignored {
         if self.names.is_empty() {
             return None;
         }
-        let mut text = String::new();
-        for path in &self.names {
-            let separator = if text.is_empty() { "" } else { ", " };
-            // Writing to a string cannot fail.
-            let _ = write!(text, "{separator}{}", path.escape_default());
-        }
+        let mut text = self.names.join(", ");
         if self.others > 0 {
-            let _ = write!(text, ", and {} more", self.others);
+            text += &format!(", and {} more", self.others);
         }
         HeaderValue::from_str(&text).ok()
     }
@@ -105,10 +98,14 @@ impl Ignored {
 impl<T: DeserializeOwned + Send + 'static> FromRequest<AppState> for JsonBody<T> {
     type Rejection = HttpError;
 
-    async fn from_request(request: Request, app: &AppState) -> std::result::Result<Self, HttpError> {
+    async fn from_request(request: Request, app: &AppState) -> HttpResult<Self> {
         check_content_type(request.headers())?;
         let mut charge = app.server.traffic()?.charge_always(0);
-        let length = announced_bytes(request.headers())?;
+        // The length that the headers announce; none for a body in chunks.
+        let length = request.body().size_hint().exact().map(|length| length as usize);
+        if let Some(length) = length.filter(|length| *length > MAX_BODY_BYTES) {
+            return Err(too_large(length));
+        }
         let caller = request.extensions().get().copied().unwrap_or_default();
         let mut body = BytesMut::new();
         // The connection has broken, or its chunks are malformed.
@@ -133,7 +130,7 @@ impl<T: DeserializeOwned + Send + 'static> FromRequest<AppState> for JsonBody<T>
 
 /// Rejects bodies that do not say they are JSON. A page of another site can make a browser send a form or plain text
 /// here, but not JSON.
-fn check_content_type(headers: &HeaderMap) -> std::result::Result<(), HttpError> {
+fn check_content_type(headers: &HeaderMap) -> HttpResult<()> {
     let given = headers.get(CONTENT_TYPE).and_then(|value| value.to_str().ok()).unwrap_or_default();
     let kind = given.split(';').next().unwrap_or_default().trim();
     if kind.eq_ignore_ascii_case("application/json") {
@@ -141,15 +138,6 @@ fn check_content_type(headers: &HeaderMap) -> std::result::Result<(), HttpError>
     }
     let message = format!("content-type: {:?} is not application/json", shown(given, 100));
     Err(HttpError::new(StatusCode::BAD_REQUEST, "BadRequestError", None, &message))
-}
-
-/// The length of the body that the headers announce.
-fn announced_bytes(headers: &HeaderMap) -> std::result::Result<Option<usize>, HttpError> {
-    let length = headers.get(CONTENT_LENGTH).and_then(|value| value.to_str().ok()?.parse().ok());
-    match length {
-        Some(length) if length > MAX_BODY_BYTES => Err(too_large(length)),
-        length => Ok(length),
-    }
 }
 
 fn too_large(bytes: usize) -> HttpError {
@@ -184,8 +172,7 @@ pub(super) fn parse<T: DeserializeOwned>(body: &[u8], mut charge: Charge, caller
     Ok(JsonBody { value, bytes: body.len(), charge, ignored, caller })
 }
 
-/// Most bytes that parsing `json` takes beside the text itself, and then turning it into a message. The text need not
-/// be valid.
+/// Most bytes that parsing `json`, valid or not, and turning it into a message takes beside the text itself.
 pub(super) fn parsed_bytes(json: &[u8]) -> u64 {
     let (mut bytes, mut at) = (TEXT * json.len() as u64, 0);
     while let Some(&byte) = json.get(at) {

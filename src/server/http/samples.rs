@@ -10,7 +10,7 @@ use serde::Serialize;
 use serde_json::value::RawValue;
 
 use super::reply::{answer, json_bytes};
-use super::{AppState, HttpError, JsonBody};
+use super::{AppState, HttpResult, JsonBody};
 use crate::engine::{Completion, Event, RequestKind, Summary, ValidRequest};
 use crate::error::{Error, Result};
 use crate::memory::{Charge, Traffic};
@@ -20,43 +20,39 @@ use crate::server::requests::{ReceivedRequest, start, takes_long};
 use crate::server::{ServingContext, convert, pb};
 use crate::types::TokenLogprobs;
 
+/// Messages of a reply that are to be sent next.
+pub(super) type Outbox = VecDeque<Bytes>;
+
 /// Turns the events of one request into a route's answer. Events of a stream are appended to `out`; so is the answer,
 /// once all samples have ended.
 pub(super) trait Samples: Send + Unpin + 'static {
     fn prompt_logprobs(&mut self, prompt: usize, logprobs: Vec<TokenLogprobs>) -> Result<()>;
 
     /// Streams a token of a sample, with the text that it completes.
-    fn token(
-        &mut self,
-        index: (u32, u32),
-        token: &TokenLogprobs,
-        text: String,
-        out: &mut VecDeque<Bytes>,
-    ) -> Result<()>;
+    fn token(&mut self, index: (u32, u32), token: &TokenLogprobs, text: String, out: &mut Outbox) -> Result<()>;
 
     /// Streams text that was held back until its sample had ended.
-    fn text(&mut self, index: (u32, u32), text: String, out: &mut VecDeque<Bytes>);
+    fn text(&mut self, index: (u32, u32), text: String, out: &mut Outbox);
 
     /// Streams the end of a sample.
-    fn end_sample(&mut self, completion: &Completion, out: &mut VecDeque<Bytes>);
+    fn end_sample(&mut self, completion: &Completion, out: &mut Outbox);
 
     /// Keeps a finished sample for the answer.
     fn keep_sample(&mut self, completion: Completion) -> Result<()>;
 
     /// Sends the last event of a stream.
-    fn end_stream(&mut self, summary: &Summary, out: &mut VecDeque<Bytes>);
+    fn end_stream(&mut self, summary: &Summary, out: &mut Outbox);
 
     /// Makes the answer of the samples that were kept.
     fn answer(&mut self, summary: &Summary) -> Bytes;
 }
 
-/// Answers a request for samples. `read` makes the message to the engine of its body, and a function that returns what
-/// writes the answer.
+/// Answers a request for samples. `read` returns the message to the engine, and a function that makes the writer.
 pub(super) async fn sample<T, S: Samples, W: FnOnce(&ValidRequest, &Traffic) -> S>(
     app: &AppState,
     body: JsonBody<T>,
     read: impl FnOnce(T, &ServingContext) -> Result<(pb::GenerateRequest, W)>,
-) -> std::result::Result<Response, HttpError> {
+) -> HttpResult<Response> {
     let context = app.server.context()?;
     let JsonBody { value, bytes, charge, ignored, caller } = body;
     let (message, writer) = read(value, &context)?;
@@ -91,7 +87,7 @@ struct SampleWriter<S> {
 }
 
 impl<S: Samples> SampleWriter<S> {
-    fn take(&mut self, event: Event, out: &mut VecDeque<Bytes>) -> Result<Progress> {
+    fn take(&mut self, event: Event, out: &mut Outbox) -> Result<Progress> {
         let samples = &mut self.samples;
         match event {
             Event::Token { prompt_index, sample_index, logprobs, text } => {
@@ -124,7 +120,7 @@ impl<S: Samples> Writer for SampleWriter<S> {
     }
 
     /// Called for the next event when the messages of the last one have been sent.
-    fn write(&mut self, event: Event, out: &mut VecDeque<Bytes>) -> Progress {
+    fn write(&mut self, event: Event, out: &mut Outbox) -> Progress {
         self.charge.shrink(self.charge.bytes());
         let progress = self.take(event, out).unwrap_or_else(Progress::Failed);
         self.charge.grow_always(out.iter().map(|message| message.len() as u64).sum());

@@ -4,13 +4,11 @@ use std::collections::BTreeMap;
 use std::fmt::Write as _;
 use std::hash::{DefaultHasher, Hash as _, Hasher as _};
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 use bytes::Bytes;
-use serde::Serialize;
 use serde_json::{Map, Value, json};
-use tokio::sync::watch;
+use tokio::sync::{Semaphore, watch};
 
 use crate::engine::{Command, EngineHandle, RequestList, RequestStatus};
 use crate::error::shown;
@@ -57,7 +55,7 @@ impl Feed {
     /// The next event, and whether there are spans left for another one at once.
     pub(super) fn next(&mut self) -> (Bytes, bool) {
         let news = self.follower.news(SPANS_PER_EVENT);
-        let [engine, push] = news.spans.map(|spans| spans.iter().map(SpanRow::from).collect::<Vec<_>>());
+        let [engine, push] = news.spans.map(|spans| spans.iter().map(row).collect::<Value>());
         let mut event = format!("data: {{\"now\":{},\"spans\":{}", news.now, json!({ "engine": engine, "push": push }));
         let context = self.server.context().ok();
         // It has the names of phases, without which spans cannot be read.
@@ -134,8 +132,7 @@ impl Feed {
     }
 
     fn pushes(&self) -> Value {
-        let pushes = self.server.observer.journal.pushes();
-        pushes.iter().take(MOST_NOTES).map(|push| self.push(push)).collect()
+        self.server.observer.journal.pushes().iter().take(MOST_NOTES).map(|push| self.push(push)).collect()
     }
 
     fn push(&self, push: &PushNote) -> Value {
@@ -151,20 +148,17 @@ impl Feed {
             "staging": push.staging.as_secs_f64(),
             "pause": push.pause.map(|pause| pause.as_secs_f64()),
             "version": push.weight_version,
-            "digest": hex(push.digest),
+            "digest": format!("{:032x}", u128::from_be_bytes(push.digest)),
             "error": push.error.as_ref().map(|(kind, message)| self.error_text(kind, message)),
         })
     }
 
     fn errors(&self) -> Value {
-        let errors = self.server.observer.journal.errors();
-        errors.iter().take(MOST_NOTES).map(|error| self.error(error)).collect()
-    }
-
-    fn error(&self, error: &ErrorNote) -> Value {
-        let ErrorNote { at, kind, message, request_id } = error;
-        let request_id = request_id.as_ref().filter(|_| self.sees_all());
-        json!({ "at": millis(*at), "error": self.error_text(kind, message), "request": request_id })
+        let error = |note: &ErrorNote| {
+            let request_id = note.request_id.as_ref().filter(|_| self.sees_all());
+            json!({ "at": millis(note.at), "error": self.error_text(note.kind, &note.message), "request": request_id })
+        };
+        self.server.observer.journal.errors().iter().take(MOST_NOTES).map(error).collect()
     }
 
     /// An error's kind and message. A caller that may abort only its own requests does not see the messages, which can
@@ -180,9 +174,8 @@ impl Feed {
     /// The requests that have not ended. The engine is not asked while there are none.
     fn requests(&self, context: Option<Arc<ServingContext>>) -> Value {
         let engine = self.server.observer.metrics.engine();
-        let none = engine.accepted_requests + engine.held_requests == 0;
-        let Some(context) = context.filter(|_| !none) else { return json!({ "total": 0, "oldest": [] }) };
-        let answer = self.requests.get(&context.engine);
+        let has_any = engine.accepted_requests + engine.held_requests > 0;
+        let answer = context.filter(|_| has_any).map(|context| self.requests.get(&context.engine)).unwrap_or_default();
         let (list, Some(at)) = &*answer else { return json!({ "total": 0, "oldest": [] }) };
         let began = |age: Duration| millis(SystemTime::now() - at.elapsed() - age);
         let oldest: Vec<_> = list.oldest.iter().map(|request| self.request(request, began(request.age))).collect();
@@ -210,28 +203,19 @@ impl Feed {
 /// The last list of the engine, and its time.
 type Answer = Arc<(RequestList, Option<Instant>)>;
 
-/// The list of requests. Asks the engine for it, one question at a time, without waiting for the answer. Clones share
-/// it.
+/// The list of requests, shared by clones. Asks the engine one question at a time, and does not wait for the answer.
 #[derive(Clone)]
 pub(super) struct RequestListCache {
     answer: watch::Sender<Answer>,
-    is_asked: Arc<AtomicBool>,
+    /// Its only permit is with the pending question, which ends when the engine answers it or drops it.
+    free: Arc<Semaphore>,
     /// Shortest time between two questions.
     interval: Duration,
 }
 
 impl Default for RequestListCache {
     fn default() -> Self {
-        Self { answer: watch::Sender::new(Answer::default()), is_asked: Arc::default(), interval: REQUESTS_INTERVAL }
-    }
-}
-
-/// The pending question. It ends when the engine answers it or drops it.
-struct Question(Arc<AtomicBool>);
-
-impl Drop for Question {
-    fn drop(&mut self) {
-        self.0.store(false, Ordering::Release);
+        Self { answer: watch::Sender::default(), free: Arc::new(Semaphore::new(1)), interval: REQUESTS_INTERVAL }
     }
 }
 
@@ -240,8 +224,8 @@ impl RequestListCache {
     fn get(&self, engine: &EngineHandle) -> Answer {
         let answer = self.answer.borrow().clone();
         let is_due = answer.1.is_none_or(|at| at.elapsed() >= self.interval);
-        if is_due && !self.is_asked.swap(true, Ordering::AcqRel) {
-            let (question, cache) = (Question(self.is_asked.clone()), self.answer.clone());
+        if is_due && let Ok(question) = self.free.clone().try_acquire_owned() {
+            let cache = self.answer.clone();
             let reply = Box::new(move |list| {
                 cache.send_replace(Arc::new((list, Some(Instant::now()))));
                 drop(question);
@@ -255,24 +239,15 @@ impl RequestListCache {
 
 /// A span as a row: number, index of its phase, start, end or null, sampled and computed tokens, version, bytes, push,
 /// level, and the parts of a brief one. Times are nanoseconds since the timeline's start.
-#[derive(Serialize)]
-struct SpanRow(u64, u8, u64, Option<u64>, u64, u64, u64, u64, u64, u64, Vec<u64>);
-
-impl From<&Span> for SpanRow {
-    fn from(s: &Span) -> Self {
-        let parts = if s.phase == Phase::Brief { s.parts.to_vec() } else { Vec::new() };
-        let counts = (s.sampled_tokens, s.computed_tokens);
-        Self(s.id, s.phase as u8, s.start, s.end, counts.0, counts.1, s.weight_version, s.bytes, s.push, s.level, parts)
-    }
+fn row(s: &Span) -> Value {
+    let parts = if s.phase == Phase::Brief { s.parts.to_vec() } else { Vec::new() };
+    let (phase, sampled, computed) = (s.phase as u8, s.sampled_tokens, s.computed_tokens);
+    json!([s.id, phase, s.start, s.end, sampled, computed, s.weight_version, s.bytes, s.push, s.level, parts])
 }
 
 /// A time in milliseconds since 1970.
 fn millis(time: SystemTime) -> u64 {
     time.duration_since(UNIX_EPOCH).map_or(0, |since| since.as_millis() as u64)
-}
-
-fn hex(digest: [u8; 16]) -> String {
-    format!("{:032x}", u128::from_be_bytes(digest))
 }
 
 /// The entries of a ledger by their names.

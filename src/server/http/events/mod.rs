@@ -5,16 +5,14 @@
 
 mod feed;
 
-use std::collections::BTreeMap;
-use std::sync::Arc;
+use std::sync::{Arc, Weak};
 use std::time::{Duration, Instant};
 
+use axum::Extension;
 use axum::body::Body;
-use axum::extract::State;
-use axum::http::StatusCode;
+use axum::extract::{Request, State};
 use axum::http::header::{CACHE_CONTROL, CONTENT_TYPE};
 use axum::response::{IntoResponse, Response};
-use axum::{Extension, extract::Request};
 use bytes::Bytes;
 use tokio::sync::{OwnedSemaphorePermit, Semaphore, mpsc, watch};
 use tokio::time::{MissedTickBehavior, interval, sleep};
@@ -23,15 +21,14 @@ use tokio_stream::wrappers::ReceiverStream;
 use tokio_util::sync::CancellationToken;
 
 use crate::error::{Error, Result};
-use crate::server::http::{AppState, HttpError};
+use crate::server::http::{AppState, HttpResult};
 use crate::server::security::Caller;
 use crate::server::state::Panics;
 use feed::{Feed, RequestListCache};
 
 /// Most feeds at the same time: a few pages for each operator of a server, and far below `--max-connections`.
 const MOST_FEEDS: usize = 32;
-/// How long a reader must have lagged before a new feed takes its place: one that reads is behind for the moment of a
-/// write.
+/// How long a reader must have lagged before a new feed takes its place: any reader lags for the moment of a write.
 const LEAST_LAG: Duration = Duration::from_secs(1);
 /// How fast feeds are.
 const PACE: Pace = Pace { tick: Duration::from_millis(500), stall: Duration::from_secs(20) };
@@ -83,52 +80,39 @@ impl Feeds {
     }
 }
 
-/// The connections of feeds whose readers have left an event unread, the longest first. Clones share them.
+/// The feeds whose readers have left an event unread, the longest first. Clones share them.
 #[derive(Clone, Default)]
-struct Unread(watch::Sender<Waiting>);
+struct Unread(watch::Sender<Vec<Weak<Lag>>>);
 
-#[derive(Default)]
-struct Waiting {
-    /// Each with the time when it was noted.
-    connections: BTreeMap<u64, (Instant, CancellationToken)>,
-    /// Key of the next one.
-    next: u64,
-}
-
-/// A feed is unread until this is dropped.
-struct Note<'a> {
-    unread: &'a Unread,
-    key: u64,
-}
-
-impl Drop for Note<'_> {
-    fn drop(&mut self) {
-        self.unread.0.send_modify(|waiting| {
-            waiting.connections.remove(&self.key);
-        });
-    }
+/// A reader leaves an event unread for as long as its feed holds this.
+struct Lag {
+    since: Instant,
+    connection: CancellationToken,
 }
 
 impl Unread {
-    /// Notes that the reader at the other end of `connection` lags.
-    fn note(&self, connection: &CancellationToken) -> Note<'_> {
-        let mut key = 0;
-        self.0.send_modify(|waiting| {
-            key = waiting.next;
-            waiting.next += 1;
-            waiting.connections.insert(key, (Instant::now(), connection.clone()));
+    /// Notes that the reader at the other end of `connection` lags, until the note is dropped.
+    fn note(&self, connection: &CancellationToken) -> Arc<Lag> {
+        let lag = Arc::new(Lag { since: Instant::now(), connection: connection.clone() });
+        self.0.send_modify(|lags| {
+            lags.retain(|lag| lag.strong_count() > 0);
+            lags.push(Arc::downgrade(&lag));
         });
-        Note { unread: self, key }
+        lag
     }
 
     /// Closes the connection whose reader has lagged for longest; false if none has lagged for `least`.
     fn hang_up_oldest(&self, least: Duration) -> bool {
-        let mut oldest = None;
-        self.0.send_modify(|waiting| {
-            let lags = waiting.connections.first_entry().filter(|entry| entry.get().0.elapsed() >= least);
-            oldest = lags.map(|entry| entry.remove().1);
-        });
-        oldest.inspect(|connection| connection.cancel()).is_some()
+        self.0.send_if_modified(|lags| {
+            lags.retain(|lag| lag.strong_count() > 0);
+            let Some(oldest) = lags.first().and_then(Weak::upgrade) else { return false };
+            let has_lagged = oldest.since.elapsed() >= least;
+            if has_lagged {
+                oldest.connection.cancel();
+                lags.remove(0);
+            }
+            has_lagged
+        })
     }
 }
 
@@ -140,22 +124,19 @@ pub(super) async fn events(
     State(app): State<AppState>,
     Extension(caller): Extension<Caller>,
     request: Request,
-) -> std::result::Result<Response, HttpError> {
-    let feeds = app.feeds.clone();
+) -> HttpResult<Response> {
     let hang_up = request.extensions().get::<CancellationToken>().cloned().unwrap_or_default();
-    let permit = feeds.acquire().await?;
+    let permit = app.feeds.acquire().await?;
     // One event, so that a reader that stops holds no more.
     let (sender, receiver) = mpsc::channel(1);
-    let Feeds { requests, stop, unread, .. } = feeds;
-    let feed = Feed::new(&app.server, requests, caller);
-    let sender = FeedSender { sender, hang_up, unread, stop, panics: app.server.panics, pace: PACE };
-    tokio::spawn(sender.run(feed));
+    let feed = Feed::new(&app.server, app.feeds.requests.clone(), caller);
+    tokio::spawn(FeedSender { sender, hang_up, feeds: app.feeds, panics: app.server.panics, pace: PACE }.run(feed));
     let body = Body::from_stream(ReceiverStream::new(receiver).map(move |event: Bytes| {
         let _: &OwnedSemaphorePermit = &permit;
         Ok::<_, std::convert::Infallible>(event)
     }));
     let headers = [(CONTENT_TYPE, "text/event-stream; charset=utf-8"), (CACHE_CONTROL, "no-store")];
-    Ok((StatusCode::OK, headers, body).into_response())
+    Ok((headers, body).into_response())
 }
 
 /// Sends events to the reader of one feed.
@@ -163,8 +144,7 @@ struct FeedSender {
     sender: mpsc::Sender<Bytes>,
     /// Closes the reader's connection.
     hang_up: CancellationToken,
-    unread: Unread,
-    stop: CancellationToken,
+    feeds: Feeds,
     panics: Panics,
     pace: Pace,
 }
@@ -178,14 +158,14 @@ impl FeedSender {
             tokio::select! {
                 _ = ticks.tick() => {}
                 () = self.sender.closed() => return,
-                () = self.stop.cancelled() => return self.end(),
+                () = self.feeds.stop.cancelled() => return self.end(),
             }
             loop {
                 // A panic ends this feed alone.
                 let Ok((event, has_more)) = self.panics.catch(|| feed.next()) else { return };
                 tokio::select! {
                     sent = self.sender.send(event) => if sent.is_err() { return },
-                    () = self.stop.cancelled() => return self.end(),
+                    () = self.feeds.stop.cancelled() => return self.end(),
                     () = self.stalled() => return self.end(),
                 }
                 if !has_more {
@@ -198,7 +178,7 @@ impl FeedSender {
     /// Returns once an event has been unread for too long. After one tick its feed may be closed for a new one.
     async fn stalled(&self) {
         sleep(self.pace.tick).await;
-        let _unread = self.unread.note(&self.hang_up);
+        let _unread = self.feeds.unread.note(&self.hang_up);
         sleep(self.pace.stall.saturating_sub(self.pace.tick)).await;
     }
 
@@ -230,8 +210,8 @@ mod tests {
         let stop = CancellationToken::new();
         let (hang_up, feed) =
             (CancellationToken::default(), Feed::new(&server, RequestListCache::default(), Caller::default()));
-        let (unread, panics) = (unread.clone(), server.panics);
-        let sender = FeedSender { sender, hang_up: hang_up.clone(), unread, stop: stop.clone(), panics, pace };
+        let feeds = Feeds { unread: unread.clone(), ..Feeds::new(stop.clone()) };
+        let sender = FeedSender { sender, hang_up: hang_up.clone(), feeds, panics: server.panics, pace };
         let running = tokio::spawn(sender.run(feed));
         (receiver, stop, hang_up, running)
     }

@@ -8,7 +8,7 @@ use axum::http::header::{
 };
 use axum::response::{IntoResponse, Response};
 
-use crate::server::http::{ErrorBody, HttpError};
+use crate::server::http::{HttpError, HttpResult};
 
 /// Nothing but what this server sends is loaded, run or asked: no other host, and no script inside of the page.
 const POLICY: &str = "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src data:; \
@@ -37,9 +37,9 @@ pub(super) async fn page() -> Response {
 /// A file of the page.
 #[utoipa::path(get, path = "/page/{file}", params(("file" = String, Path, description = "name of the file")), responses(
     (status = 200, description = "the file", content_type = "text/javascript", body = String),
-    (status = 404, body = ErrorBody),
+    (status = 404, description = "no such file"),
 ))]
-pub(super) async fn part(name: Result<Path<String>, PathRejection>) -> Result<Response, HttpError> {
+pub(super) async fn part(name: Result<Path<String>, PathRejection>) -> HttpResult<Response> {
     let Path(name) = name.map_err(|_| HttpError::no_route())?;
     let (_, kind, text) = FILES.iter().find(|file| file.0 == name).ok_or_else(HttpError::no_route)?;
     Ok(file(kind, text))

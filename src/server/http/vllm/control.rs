@@ -2,13 +2,14 @@
 
 use axum::Json;
 use axum::extract::State;
-use axum::response::{IntoResponse, Response};
+use axum::response::Response;
 use serde::{Deserialize, Serialize};
 use utoipa::ToSchema;
 
+use super::facts::status;
 use crate::engine::{AbortTarget, Command, DrainMode, LifecycleStatus, SleepLevel, WakeTags};
 use crate::server::calls::ask;
-use crate::server::http::{AppState, ErrorBody, HttpError, JsonBody, Query};
+use crate::server::http::{AppState, HttpError, HttpResult, JsonBody, Query};
 use crate::server::security::Caller;
 use crate::server::{convert, lifecycle, pb};
 
@@ -16,29 +17,23 @@ use crate::server::{convert, lifecycle, pb};
 const MODES: [(&str, DrainMode); 3] =
     [("abort", DrainMode::Abort), ("wait", DrainMode::Wait), ("keep", DrainMode::Keep)];
 
-/// The command was executed.
 #[derive(Serialize, ToSchema)]
 pub(super) struct Done {
     status: &'static str,
 }
 
 /// Pauses generation: new requests are held until `/resume`. Returns when running requests have ended or are frozen.
-#[utoipa::path(post, path = "/pause",
-    params(
-        ("mode" = Option<String>, Query, pattern = "^(abort|wait|keep)$", description = "how to treat running \
-            requests: `abort` (the default) ends them with their tokens so far, `wait` lets them \
-            finish, `keep` freezes them until `/resume`"),
-        ("clear_cache" = Option<bool>, Query, description = "whether to clear the prefix cache (default: true); \
-            ignored with `keep`"),
-    ),
-    responses(
-        (status = 200, body = Done),
-        (status = 400, body = ErrorBody),
-        (status = 409, description = "the server is asleep or without weights, or `/resume` cancelled the pause",
-            body = ErrorBody),
-    ),
-)]
-pub(super) async fn pause(State(app): State<AppState>, query: Query) -> Result<Response, HttpError> {
+#[utoipa::path(post, path = "/pause", params(
+    ("mode" = Option<String>, Query, pattern = "^(abort|wait|keep)$", description = "how to treat running \
+        requests: `abort` (the default) ends them with their tokens so far, `wait` lets them finish, `keep` \
+        freezes them until `/resume`"),
+    ("clear_cache" = Option<bool>, Query, description = "clear the prefix cache (default: true); ignored with `keep`"),
+), responses(
+    (status = 200, body = Done),
+    (status = 400),
+    (status = 409, description = "the server is asleep or without weights, or `/resume` cancelled the pause"),
+))]
+pub(super) async fn pause(State(app): State<AppState>, query: Query) -> HttpResult<Response> {
     let (mode, clear) = (query.choice("mode", &MODES)?, query.flag("clear_cache", true)?);
     lifecycle::pause(&app.server, mode).await?;
     if clear && mode != DrainMode::Keep {
@@ -50,14 +45,13 @@ pub(super) async fn pause(State(app): State<AppState>, query: Query) -> Result<R
 /// Resumes generation. Succeeds if the server was not paused.
 #[utoipa::path(post, path = "/resume", responses(
     (status = 200, body = Done),
-    (status = 409, description = "the server is asleep or without weights", body = ErrorBody),
+    (status = 409, description = "the server is asleep or without weights"),
 ))]
-pub(super) async fn resume(State(app): State<AppState>, query: Query) -> Result<Response, HttpError> {
+pub(super) async fn resume(State(app): State<AppState>, query: Query) -> HttpResult<Response> {
     lifecycle::resume(&app.server).await?;
     Ok(query.ignored(&[]).name_in(Json(Done { status: "resumed" })))
 }
 
-/// The server is asleep.
 #[derive(Serialize, ToSchema)]
 pub(super) struct Asleep {
     status: &'static str,
@@ -65,21 +59,18 @@ pub(super) struct Asleep {
 }
 
 /// Releases memory, and returns when the operating system has it. Level 0 only pauses.
-#[utoipa::path(post, path = "/sleep",
-    params(
-        ("level" = Option<u8>, Query, maximum = 2, description = "0: pause only. 1 (the default): keep the policy. \
-            2: drop the policy as well; a push or `/wake_up?reload=true` loads one"),
-        ("mode" = Option<String>, Query, pattern = "^(abort|wait|keep)$", description = "how to treat running \
-            requests: `abort` (the default), `wait` or `keep`, as for `/pause`"),
-    ),
-    responses(
-        (status = 200, body = Asleep),
-        (status = 400, body = ErrorBody),
-        (status = 409, description = "a push is open, frozen requests cannot end, or the server's state does not \
-            allow this level", body = ErrorBody),
-    ),
-)]
-pub(super) async fn sleep(State(app): State<AppState>, query: Query) -> Result<Response, HttpError> {
+#[utoipa::path(post, path = "/sleep", params(
+    ("level" = Option<u8>, Query, maximum = 2, description = "0: pause only. 1 (the default): keep the policy. \
+        2: drop the policy as well; a push or `/wake_up?reload=true` loads one"),
+    ("mode" = Option<String>, Query, pattern = "^(abort|wait|keep)$", description = "how to treat running \
+        requests: `abort` (the default), `wait` or `keep`, as for `/pause`"),
+), responses(
+    (status = 200, body = Asleep),
+    (status = 400),
+    (status = 409, description = "a push is open, frozen requests cannot end, or the server's state does not \
+        allow this level"),
+))]
+pub(super) async fn sleep(State(app): State<AppState>, query: Query) -> HttpResult<Response> {
     const LEVELS: [(&str, u8); 3] = [("1", 1), ("0", 0), ("2", 2)];
     let (level, mode) = (query.choice("level", &LEVELS)?, query.choice("mode", &MODES)?);
     match level {
@@ -90,7 +81,6 @@ pub(super) async fn sleep(State(app): State<AppState>, query: Query) -> Result<R
     Ok(query.ignored(&["level", "mode"]).name_in(Json(Asleep { status: "sleeping", level })))
 }
 
-/// The tags that are awake.
 #[derive(Serialize, ToSchema)]
 pub(super) struct Awake {
     /// `awake`, or `sleeping` while other tags are still asleep.
@@ -100,40 +90,30 @@ pub(super) struct Awake {
 }
 
 /// Takes memory back. When every tag is awake, generation resumes, even if the server was only paused.
-#[utoipa::path(post, path = "/wake_up",
-    params(
-        ("tags" = Option<Vec<String>>, Query, description = "`weights`, `kv_cache`, or vLLM's `scheduling`, which \
-            takes no memory; may be repeated (default: all)"),
-        ("reload" = Option<bool>, Query, description = "load the checkpoint if there is no policy, as after a sleep \
-            at level 2 (default: false). Not in vLLM"),
-    ),
-    responses(
-        (status = 200, body = Awake),
-        (status = 400, body = ErrorBody),
-        (status = 429, description = "no room under the memory ceiling", body = ErrorBody),
-    ),
-)]
-pub(super) async fn wake_up(State(app): State<AppState>, query: Query) -> Result<Response, HttpError> {
-    const TAGS: [(&str, WakeTags); 3] = [
-        ("weights", WakeTags { weights: true, kv_cache: false }),
-        ("kv_cache", WakeTags { weights: false, kv_cache: true }),
-        ("scheduling", WakeTags { weights: false, kv_cache: false }),
-    ];
+#[utoipa::path(post, path = "/wake_up", params(
+    ("tags" = Option<Vec<String>>, Query, description = "`weights`, `kv_cache`, or vLLM's `scheduling`, which \
+        takes no memory; may be repeated (default: all)"),
+    ("reload" = Option<bool>, Query, description = "load the checkpoint if there is no policy, as after a sleep \
+        at level 2 (default: false). Not in vLLM"),
+), responses(
+    (status = 200, body = Awake),
+    (status = 400),
+    (status = 429, description = "no room under the memory ceiling"),
+))]
+pub(super) async fn wake_up(State(app): State<AppState>, query: Query) -> HttpResult<Response> {
+    const TAGS: [&str; 3] = ["weights", "kv_cache", "scheduling"];
     let mut named = Vec::new();
-    let mut tags = WakeTags { weights: false, kv_cache: false };
     for given in query.all("tags") {
-        let Some((name, tag)) = TAGS.iter().find(|(name, _)| *name == given) else {
+        let Some(tag) = TAGS.into_iter().find(|tag| *tag == given) else {
             let message = "a tag is none of weights, kv_cache and scheduling; leave tags out to wake all";
             return Err(HttpError::invalid("query.tags", message));
         };
-        if !named.contains(name) {
-            named.push(*name);
+        if !named.contains(&tag) {
+            named.push(tag);
         }
-        tags = WakeTags { weights: tags.weights || tag.weights, kv_cache: tags.kv_cache || tag.kv_cache };
     }
-    if named.is_empty() {
-        tags = WakeTags { weights: true, kv_cache: true };
-    }
+    let wakes = |tag| named.is_empty() || named.contains(&tag);
+    let tags = WakeTags { weights: wakes("weights"), kv_cache: wakes("kv_cache") };
     let reload = query.flag("reload", false)?;
     if reload && !tags.weights {
         return Err(HttpError::invalid("query.reload", "reads the weights again; name weights among the tags"));
@@ -147,7 +127,6 @@ pub(super) async fn wake_up(State(app): State<AppState>, query: Query) -> Result
     Ok(query.ignored(&["tags", "reload"]).name_in(Json(awake)))
 }
 
-/// The state of the prefix cache.
 #[derive(Serialize, ToSchema)]
 pub(super) struct Reset {
     /// False if running requests still hold blocks, which other requests can reuse.
@@ -157,36 +136,30 @@ pub(super) struct Reset {
 /// Clears the prefix cache, except for blocks that running requests hold. Not needed after a push: prefixes of an old
 /// policy are never reused.
 #[utoipa::path(post, path = "/reset_prefix_cache", responses((status = 200, body = Reset)))]
-pub(super) async fn reset_prefix_cache(State(app): State<AppState>, query: Query) -> Result<Response, HttpError> {
+pub(super) async fn reset_prefix_cache(State(app): State<AppState>, query: Query) -> HttpResult<Response> {
     lifecycle::reset_prefix_cache(&app.server).await?;
-    let context = app.server.context()?;
-    let stats = ask(&context.engine, |reply| Command::Status { reply }).await?.stats;
+    let stats = status(&app).await?.stats;
     Ok(query.ignored(&[]).name_in(Json(Reset { success: stats.free_blocks == stats.total_blocks })))
 }
 
 /// Accepted for vLLM's clients; the server has no such cache.
-#[utoipa::path(post, path = "/reset_mm_cache", responses((status = 200, description = "accepted; the server has no \
-    such cache")))]
+#[utoipa::path(post, path = "/reset_mm_cache", responses((status = 200, description = "there is no such cache")))]
 pub(super) async fn reset_mm_cache(query: Query) -> Response {
     query.ignored(&[]).name_in(())
 }
 
 /// Accepted for vLLM's clients; the server has no such cache.
-#[utoipa::path(post, path = "/reset_encoder_cache", responses((status = 200, description = "accepted; the server has \
-    no such cache")))]
+#[utoipa::path(post, path = "/reset_encoder_cache", responses((status = 200, description = "there is no such cache")))]
 pub(super) async fn reset_encoder_cache(query: Query) -> Response {
     query.ignored(&[]).name_in(())
 }
 
-/// The requests to abort.
 #[derive(Deserialize, ToSchema)]
 pub(super) struct Abort {
     /// Ids from the requests or from their answers. Empty or absent: all.
-    #[serde(default)]
     request_ids: Option<Vec<String>>,
 }
 
-/// Number of requests that were aborted.
 #[derive(Serialize, ToSchema)]
 pub(super) struct Aborted {
     status: &'static str,
@@ -195,16 +168,12 @@ pub(super) struct Aborted {
 
 /// Aborts requests, which return their tokens so far: all of the caller's, or the named ones. With the role `control`,
 /// requests of other callers too. Unknown ids are ignored.
-#[utoipa::path(post, path = "/abort_requests", request_body = Abort, responses(
-    (status = 200, body = Aborted),
-    (status = 400, body = ErrorBody),
-))]
-pub(super) async fn abort_requests(State(app): State<AppState>, body: JsonBody<Abort>) -> Result<Response, HttpError> {
+#[utoipa::path(post, path = "/abort_requests", request_body = Abort, responses((status = 200, body = Aborted)))]
+pub(super) async fn abort_requests(State(app): State<AppState>, body: JsonBody<Abort>) -> HttpResult<Response> {
     let aborted = abort(&app, body.caller, body.value.request_ids.unwrap_or_default()).await?;
     Ok(body.ignored.name_in(Json(Aborted { status: "aborted", aborted })))
 }
 
-/// The requests to abort.
 #[derive(Deserialize, ToSchema)]
 pub(super) struct AbortById {
     /// Ids from the requests or from their answers.
@@ -214,25 +183,24 @@ pub(super) struct AbortById {
 /// Aborts the named requests, which return their tokens so far. Unknown ids are ignored.
 #[utoipa::path(post, path = "/inference/v1/abort_requests", request_body = AbortById, responses(
     (status = 200, description = "the requests have ended"),
-    (status = 400, body = ErrorBody),
 ))]
 pub(super) async fn abort_requests_by_id(
     State(app): State<AppState>,
     body: JsonBody<AbortById>,
-) -> Result<Response, HttpError> {
+) -> HttpResult<Response> {
     let ids = body.value.request_ids;
     if !ids.is_empty() {
         abort(&app, body.caller, ids).await?;
     }
-    Ok(body.ignored.name_in(().into_response()))
+    Ok(body.ignored.name_in(()))
 }
 
 /// Prefixes of the ids in answers, before the request's own id.
 const PREFIXES: [&str; 3] = ["cmpl-", "chatcmpl-", "generate-tokens-"];
 
-/// Aborts the requests named by `ids`, or all if there are none, as far as the caller may. An id is the
-/// request's own, or the one in its answer. Returns how many have ended.
-async fn abort(app: &AppState, caller: Caller, ids: Vec<String>) -> Result<usize, HttpError> {
+/// Aborts the requests named by `ids`, or all if there are none, as far as the caller may. An id is the request's own,
+/// or the one in its answer. Returns how many have ended.
+async fn abort(app: &AppState, caller: Caller, ids: Vec<String>) -> HttpResult<usize> {
     let context = app.server.context()?;
     let (engine, owner) = (&context.engine, caller.limited_to);
     let target = convert::abort(pb::AbortRequest { all: ids.is_empty(), request_ids: ids })?;

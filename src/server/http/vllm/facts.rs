@@ -8,10 +8,9 @@ use utoipa::ToSchema;
 
 use crate::engine::{Command, EngineStatus, LifecycleStatus};
 use crate::server::calls::ask;
-use crate::server::http::{AppState, ErrorBody, HttpError, Query};
+use crate::server::http::{AppState, HttpResult, Query};
 use crate::server::{ServingContext, convert};
 
-/// Whether the server is paused.
 #[derive(Serialize, ToSchema)]
 pub(super) struct IsPaused {
     /// True while the server is paused or asleep.
@@ -20,11 +19,10 @@ pub(super) struct IsPaused {
 
 /// Whether the server is paused or asleep.
 #[utoipa::path(get, path = "/is_paused", responses((status = 200, body = IsPaused)))]
-pub(super) async fn is_paused(State(app): State<AppState>) -> Result<Json<IsPaused>, HttpError> {
+pub(super) async fn is_paused(State(app): State<AppState>) -> HttpResult<Json<IsPaused>> {
     Ok(Json(IsPaused { is_paused: is_stopped(&status(&app).await?) }))
 }
 
-/// Whether the server sleeps.
 #[derive(Serialize, ToSchema)]
 pub(super) struct IsSleeping {
     /// True while the server is asleep or paused, because a sleep at level 0 is a pause.
@@ -33,7 +31,7 @@ pub(super) struct IsSleeping {
 
 /// Whether the server sleeps, at any level.
 #[utoipa::path(get, path = "/is_sleeping", responses((status = 200, body = IsSleeping)))]
-pub(super) async fn is_sleeping(State(app): State<AppState>) -> Result<Json<IsSleeping>, HttpError> {
+pub(super) async fn is_sleeping(State(app): State<AppState>) -> HttpResult<Json<IsSleeping>> {
     Ok(Json(IsSleeping { is_sleeping: is_stopped(&status(&app).await?) }))
 }
 
@@ -41,7 +39,6 @@ fn is_stopped(status: &EngineStatus) -> bool {
     matches!(status.lifecycle, LifecycleStatus::Paused | LifecycleStatus::Asleep { .. })
 }
 
-/// The policy's version.
 #[derive(Serialize, ToSchema)]
 pub(super) struct WeightInfo {
     /// A decimal number; 0 is the checkpoint.
@@ -50,11 +47,10 @@ pub(super) struct WeightInfo {
 
 /// The version of the policy that serves.
 #[utoipa::path(get, path = "/weight_info", responses((status = 200, body = WeightInfo)))]
-pub(super) async fn weight_info(State(app): State<AppState>) -> Result<Json<WeightInfo>, HttpError> {
+pub(super) async fn weight_info(State(app): State<AppState>) -> HttpResult<Json<WeightInfo>> {
     Ok(Json(WeightInfo { weight_version: status(&app).await?.stats.weight_version.to_string() }))
 }
 
-/// Load of the server.
 #[derive(Serialize, ToSchema)]
 pub(super) struct Load {
     /// Requests that are running or queued.
@@ -63,17 +59,16 @@ pub(super) struct Load {
 
 /// Number of requests that are running or queued.
 #[utoipa::path(get, path = "/load", responses((status = 200, body = Load)))]
-pub(super) async fn load(State(app): State<AppState>) -> Result<Json<Load>, HttpError> {
+pub(super) async fn load(State(app): State<AppState>) -> HttpResult<Json<Load>> {
     let stats = status(&app).await?.stats;
     Ok(Json(Load { server_load: (stats.accepted_requests + stats.held_requests) as usize }))
 }
 
-async fn status(app: &AppState) -> Result<EngineStatus, HttpError> {
+pub(super) async fn status(app: &AppState) -> HttpResult<EngineStatus> {
     let context = app.server.context()?;
     Ok(ask(&context.engine, |reply| Command::Status { reply }).await?)
 }
 
-/// The number of ranks.
 #[derive(Serialize, ToSchema)]
 pub(super) struct WorldSize {
     world_size: usize,
@@ -83,21 +78,19 @@ pub(super) struct WorldSize {
 #[utoipa::path(get, path = "/get_world_size",
     params(("include_dp" = Option<bool>, Query, description = "accepted and without effect: the server has no data \
         parallelism")),
-    responses((status = 200, body = WorldSize), (status = 400, body = ErrorBody)),
+    responses((status = 200, body = WorldSize), (status = 400)),
 )]
-pub(super) async fn get_world_size(State(app): State<AppState>, query: Query) -> Result<Json<WorldSize>, HttpError> {
+pub(super) async fn get_world_size(State(app): State<AppState>, query: Query) -> HttpResult<Json<WorldSize>> {
     query.flag("include_dp", true)?;
     Ok(Json(WorldSize { world_size: app.server.context()?.info.tensor_parallel_size }))
 }
 
-/// The configuration.
 #[derive(Serialize, ToSchema)]
 pub(super) struct ServerInfo {
     /// The members that trainers read of vLLM's: an object, or its text.
     vllm_config: Value,
-    /// Always empty: the server does not report its environment.
+    /// Always empty, like `system_env`: the server does not report its environment.
     vllm_env: Empty,
-    /// Empty.
     system_env: Empty,
 }
 
@@ -108,9 +101,9 @@ struct Empty {}
 #[utoipa::path(get, path = "/server_info",
     params(("config_format" = Option<String>, Query, pattern = "^(json|text)$",
         description = "`json` for an object, `text` (the default) for a string")),
-    responses((status = 200, body = ServerInfo), (status = 400, body = ErrorBody)),
+    responses((status = 200, body = ServerInfo), (status = 400)),
 )]
-pub(super) async fn server_info(State(app): State<AppState>, query: Query) -> Result<Json<ServerInfo>, HttpError> {
+pub(super) async fn server_info(State(app): State<AppState>, query: Query) -> HttpResult<Json<ServerInfo>> {
     let is_json = query.choice("config_format", &[("text", false), ("json", true)])?;
     let config = config(&*app.server.context()?);
     let vllm_config = if is_json { config } else { Value::String(config.to_string()) };

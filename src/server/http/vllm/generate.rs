@@ -1,7 +1,5 @@
 //! `/inference/v1/generate`: tokens in, tokens out.
 
-use std::collections::VecDeque;
-
 use axum::extract::State;
 use axum::http::HeaderMap;
 use axum::response::Response;
@@ -17,10 +15,9 @@ use crate::memory::Traffic;
 use crate::server::http::openai::answers::{Null, Report, StopReason, Usage, finish_reason};
 use crate::server::http::openai::logprobs::{PromptLogprobs, chosen, written};
 use crate::server::http::openai::request_id;
-use crate::server::http::openai::sampling::{LogprobsMode, Sampling, StreamOptions, UNSUPPORTED};
+use crate::server::http::openai::sampling::{Sampling, StreamOptions, UNSUPPORTED};
 use crate::server::http::{
-    AppState, ErrorBody, FinishedSamples, HttpError, JsonBody, Samples, event, json, members, sample,
-    samples_per_prompt,
+    AppState, FinishedSamples, HttpResult, JsonBody, Outbox, Samples, event, json, members, sample, samples_per_prompt,
 };
 use crate::server::{ServingContext, pb};
 use crate::types::{Prompt, TokenId, TokenLogprobs};
@@ -32,9 +29,7 @@ const ALTERNATIVE: usize = 16;
 const SAMPLE: usize = 256;
 
 members! {
-    /// The body.
     pub(in crate::server::http) struct InferenceRequest {
-        /// The prompt.
         token_ids: Vec<u32>,
         sampling_params: InferenceSampling,
         /// The policy's name, or that of a resident adapter; none, null or "" is the policy.
@@ -75,26 +70,16 @@ pub(in crate::server::http) enum OutputMode {
 }
 
 /// Continues a prompt of token ids: `n` samples, as one answer or as server-sent events.
-#[utoipa::path(
-    post,
-    path = "/inference/v1/generate",
-    request_body = InferenceRequest,
-    responses(
-        (status = 200, description = "the samples, or events of their tokens", body = InferenceAnswer),
-        (status = 400, description = "a member of the body is wrong", body = ErrorBody),
-        (status = 404, description = "no such model or adapter", body = ErrorBody),
-        (status = 409, description = "the server is asleep or without weights, or has another weight version",
-            body = ErrorBody),
-        (status = 413, description = "the body is too large", body = ErrorBody),
-        (status = 429, description = "the queue or the memory for requests is full", body = ErrorBody),
-        (status = 503, description = "the server is starting or shutting down", body = ErrorBody),
-    )
-)]
+#[utoipa::path(post, path = "/inference/v1/generate", request_body = InferenceRequest, responses(
+    (status = 200, description = "the samples, or events of their tokens", body = InferenceAnswer),
+    (status = 404, description = "no such model or adapter"),
+    (status = 409, description = "the server is asleep or without weights, or has another weight version"),
+))]
 pub(in crate::server::http) async fn generate(
     State(app): State<AppState>,
     headers: HeaderMap,
     body: JsonBody<InferenceRequest>,
-) -> std::result::Result<Response, HttpError> {
+) -> HttpResult<Response> {
     sample(&app, body, |body, context| {
         let (message, report) = message(body, request_id(&headers), context)?;
         Ok((message, |request: &ValidRequest, traffic: &Traffic| InferenceWriter::new(request, report, traffic)))
@@ -127,7 +112,7 @@ fn message(
     // A prompt that leaves no room is rejected when the message is checked.
     let room = context.model.max_model_len.saturating_sub(ids.len()).max(1);
     let room = u32::try_from(room).unwrap_or(u32::MAX);
-    let max_tokens = max_tokens.map_or(room, |most| most.min(room));
+    let max_tokens = max_tokens.unwrap_or(room).min(room);
     let prompt_logprobs = report.prompt_logprobs.is_some();
     let top = report.top_logprobs(prompt_logprobs || logprobs.is_some());
     // The text shows which stop string has ended a sample.
@@ -249,8 +234,15 @@ impl InferenceWriter {
     /// The log-probabilities of tokens, if they were requested.
     fn logprobs(&self, tokens: &[TokenLogprobs]) -> Option<SampleLogprobs> {
         let top = self.report.logprobs? as usize;
-        let content = tokens.iter().map(|token| entry(token, self.report.mode, top)).collect();
-        Some(SampleLogprobs { content })
+        let entry = |token: &TokenLogprobs| {
+            let logprob = written(chosen(token, self.report.mode));
+            let own = RankedToken { token_id: token.token, logprob, rank: token.rank };
+            let others = token.top.iter().zip(1..).take(top).filter(|((other, _), _)| *other != token.token);
+            let others =
+                others.map(|(&(token_id, value), rank)| RankedToken { token_id, logprob: written(value), rank });
+            SampledToken { token: own, top_logprobs: std::iter::once(own).chain(others).collect() }
+        };
+        Some(SampleLogprobs { content: tokens.iter().map(entry).collect() })
     }
 
     /// The end of a sample, without its tokens.
@@ -267,7 +259,7 @@ impl InferenceWriter {
     }
 
     /// Sends one event of a stream.
-    fn send(&mut self, choices: &[Sample], usage: Option<Usage>, out: &mut VecDeque<Bytes>) {
+    fn send(&mut self, choices: &[Sample], usage: Option<Usage>, out: &mut Outbox) {
         let is_first = !std::mem::replace(&mut self.begun, true);
         let shows_prompt = is_first && self.report.returns_ids;
         out.push_back(event(&Chunk {
@@ -280,14 +272,6 @@ impl InferenceWriter {
     }
 }
 
-/// A token with its `top` most likely alternatives.
-fn entry(token: &TokenLogprobs, mode: LogprobsMode, top: usize) -> SampledToken {
-    let own = RankedToken { token_id: token.token, logprob: written(chosen(token, mode)), rank: token.rank };
-    let others = token.top.iter().zip(1..).take(top).filter(|((other, _), _)| *other != token.token);
-    let others = others.map(|(&(token_id, value), rank)| RankedToken { token_id, logprob: written(value), rank });
-    SampledToken { token: own, top_logprobs: std::iter::once(own).chain(others).collect() }
-}
-
 impl Samples for InferenceWriter {
     fn prompt_logprobs(&mut self, _: usize, logprobs: Vec<TokenLogprobs>) -> Result<()> {
         let report = &self.report;
@@ -295,13 +279,7 @@ impl Samples for InferenceWriter {
         Ok(())
     }
 
-    fn token(
-        &mut self,
-        (_, sample): (u32, u32),
-        token: &TokenLogprobs,
-        _: String,
-        out: &mut VecDeque<Bytes>,
-    ) -> Result<()> {
+    fn token(&mut self, (_, sample): (u32, u32), token: &TokenLogprobs, _: String, out: &mut Outbox) -> Result<()> {
         self.streamed_tokens += 1;
         let usage = Usage::new(self.prompt.tokens.len() as u64, self.streamed_tokens);
         let usage = self.report.stream_options.continuous_usage_stats.then_some(usage);
@@ -316,9 +294,9 @@ impl Samples for InferenceWriter {
     }
 
     /// The text only shows which stop string has ended a sample.
-    fn text(&mut self, _: (u32, u32), _: String, _: &mut VecDeque<Bytes>) {}
+    fn text(&mut self, _: (u32, u32), _: String, _: &mut Outbox) {}
 
-    fn end_sample(&mut self, completion: &Completion, out: &mut VecDeque<Bytes>) {
+    fn end_sample(&mut self, completion: &Completion, out: &mut Outbox) {
         let choice = self.ended(completion);
         self.send(&[choice], None, out);
     }
@@ -331,7 +309,7 @@ impl Samples for InferenceWriter {
         self.kept.push(choice.index, &choice, held)
     }
 
-    fn end_stream(&mut self, summary: &Summary, out: &mut VecDeque<Bytes>) {
+    fn end_stream(&mut self, summary: &Summary, out: &mut Outbox) {
         if self.report.stream_options.include_usage {
             self.send(&[], Some(Usage::new(summary.prompt_tokens, summary.completion_tokens)), out);
         }

@@ -9,14 +9,13 @@ use axum::response::Response;
 use serde::Deserialize;
 use utoipa::ToSchema;
 
-use crate::engine::{AdapterStatus, Command, UpdateSender};
+use crate::engine::{Command, UpdateSender};
 use crate::error::Error;
 use crate::server::calls::{CancelOnDrop, ask, reply_channel};
-use crate::server::http::{AppState, ErrorBody, HttpError, JsonBody, Peer};
+use crate::server::http::{AppState, HttpError, HttpResult, JsonBody, Peer};
 use crate::server::pushes::{PushThread, transact};
 use crate::server::{ServingContext, convert, pb};
 
-/// The adapter to load.
 #[derive(Deserialize, ToSchema)]
 pub(super) struct LoadAdapter {
     /// The `model` of requests that use it.
@@ -36,16 +35,16 @@ pub(super) struct LoadAdapter {
 #[utoipa::path(post, path = "/v1/load_lora_adapter", request_body = LoadAdapter, responses(
     (status = 200, description = "the adapter is resident", body = String, content_type = "text/plain"),
     (status = 400, description = "the name is taken, the path leaves `--weights-dir`, or the files are not an \
-        adapter of this model", body = ErrorBody),
-    (status = 404, description = "no such directory or file", body = ErrorBody),
-    (status = 409, description = "another push is open, or the server is asleep or without weights", body = ErrorBody),
-    (status = 429, description = "no free slot, or no room under the memory ceiling", body = ErrorBody),
+        adapter of this model"),
+    (status = 404, description = "no such directory or file"),
+    (status = 409, description = "another push is open, or the server is asleep or without weights"),
+    (status = 429, description = "no free slot, or no room under the memory ceiling"),
 ))]
 pub(super) async fn load(
     State(app): State<AppState>,
     Extension(peer): Extension<Peer>,
     body: JsonBody<LoadAdapter>,
-) -> Result<Response, HttpError> {
+) -> HttpResult<Response> {
     let LoadAdapter { lora_name: name, lora_path: path, load_inplace } = body.value;
     if name.is_empty() || path.is_empty() {
         return Err(wrong("Both 'lora_name' and 'lora_path' must be provided."));
@@ -76,7 +75,6 @@ pub(super) async fn load(
     }
 }
 
-/// The adapter to remove.
 #[derive(Deserialize, ToSchema)]
 pub(super) struct UnloadAdapter {
     #[schema(min_length = 1)]
@@ -87,10 +85,9 @@ pub(super) struct UnloadAdapter {
 #[utoipa::path(post, path = "/v1/unload_lora_adapter", request_body = UnloadAdapter, responses(
     (status = 200, description = "the name is free; new requests cannot use the adapter", body = String,
         content_type = "text/plain"),
-    (status = 400, body = ErrorBody),
-    (status = 404, description = "no resident adapter has this name", body = ErrorBody),
+    (status = 404, description = "no resident adapter has this name"),
 ))]
-pub(super) async fn unload(State(app): State<AppState>, body: JsonBody<UnloadAdapter>) -> Result<Response, HttpError> {
+pub(super) async fn unload(State(app): State<AppState>, body: JsonBody<UnloadAdapter>) -> HttpResult<Response> {
     let name = body.value.lora_name;
     if name.is_empty() {
         return Err(wrong("'lora_name' needs to be provided to unload a LoRA adapter."));
@@ -106,8 +103,7 @@ pub(super) async fn unload(State(app): State<AppState>, body: JsonBody<UnloadAda
     ask(&context.engine, |reply| Command::ListAdapters { reply }).await?;
     match refused.try_recv() {
         Ok(Err(Error::NotFound(_))) => {
-            let message = format!("The lora adapter '{name}' cannot be found.");
-            Err(HttpError::new(StatusCode::NOT_FOUND, "NotFoundError", None, &message))
+            Err(Error::NotFound(format!("The lora adapter '{name}' cannot be found.")).into())
         }
         Ok(Err(error)) => Err(error.into()),
         _ => Ok(body.ignored.name_in(format!("Success: LoRA adapter '{name}' removed successfully."))),
@@ -115,7 +111,7 @@ pub(super) async fn unload(State(app): State<AppState>, body: JsonBody<UnloadAda
 }
 
 /// Checks a name and the server's configuration, before anything is read.
-fn check_name(context: &ServingContext, name: &str) -> Result<(), HttpError> {
+fn check_name(context: &ServingContext, name: &str) -> HttpResult<()> {
     if name == context.info.model {
         return Err(wrong(&format!("The lora adapter '{name}' conflicts with a served base model.")));
     }
@@ -128,10 +124,9 @@ fn check_name(context: &ServingContext, name: &str) -> Result<(), HttpError> {
     Ok(())
 }
 
-async fn is_resident(context: &ServingContext, name: &str) -> Result<bool, HttpError> {
+async fn is_resident(context: &ServingContext, name: &str) -> HttpResult<bool> {
     let adapters = ask(&context.engine, |reply| Command::ListAdapters { reply }).await?;
-    let is_it = |adapter: &AdapterStatus| adapter.name == name && !adapter.retired;
-    Ok(adapters.iter().any(is_it))
+    Ok(adapters.iter().any(|adapter| adapter.name == name && !adapter.retired))
 }
 
 fn taken(name: &str) -> HttpError {
@@ -153,8 +148,7 @@ fn explain(error: Error, name: &str, path: &str) -> HttpError {
             HttpError::invalid(member, &message)
         }
         Error::NotFound(what) => {
-            let message = format!("Loading lora {name} failed: No adapter found for {path}: {what}");
-            HttpError::new(StatusCode::NOT_FOUND, "NotFoundError", None, &message)
+            Error::NotFound(format!("Loading lora {name} failed: No adapter found for {path}: {what}")).into()
         }
         error => error.into(),
     }

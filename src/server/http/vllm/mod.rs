@@ -10,7 +10,7 @@ mod weights;
 use axum::http::StatusCode;
 use axum::routing::post;
 use utoipa::openapi::path::{HttpMethod, OperationBuilder};
-use utoipa::openapi::{PathItem, PathsBuilder, ResponseBuilder};
+use utoipa::openapi::{PathItem, PathsBuilder, Response};
 use utoipa_axum::routes;
 
 use super::query::Query;
@@ -29,8 +29,8 @@ const INSTEAD: [(&str, &str); 3] =
     [("/start_draft_weight_update", DRAFT), ("/collective_rpc", WORKERS), ("/release_kv_cache_memory", CACHE)];
 
 /// These routes, with the role that their callers need.
-pub(super) fn table() -> Vec<(Role, Route)> {
-    let mut table = vec![
+pub(super) fn table() -> impl Iterator<Item = (Role, Route)> {
+    let table = [
         (Role::Generate, routes!(generate::generate)),
         (Role::Generate, routes!(facts::server_info)),
         (Role::Generate, routes!(facts::get_world_size)),
@@ -58,17 +58,15 @@ pub(super) fn table() -> Vec<(Role, Route)> {
         (Role::Control, routes!(weights::weight_checker)),
     ];
     // Each changes weights or memory in vLLM, so each needs that role.
-    table.extend(INSTEAD.into_iter().map(|(path, instead)| (Role::Control, unsupported(path, instead))));
-    table
+    table.into_iter().chain(INSTEAD.map(|(path, instead)| (Role::Control, unsupported(path, instead))))
 }
 
 /// A route that answers 501 and says what to use instead.
 fn unsupported(path: &'static str, instead: &'static str) -> Route {
-    let not_here = ResponseBuilder::new().description(instead);
     let operation = OperationBuilder::new()
         .operation_id(Some(path.trim_start_matches('/')))
         .description(Some("Not here; the answer says what to use instead."))
-        .response("501", not_here);
+        .response("501", Response::new(instead));
     let paths = PathsBuilder::new().path(path, PathItem::new(HttpMethod::Post, operation)).build();
     let answer = move |_: Query| async move {
         HttpError::new(StatusCode::NOT_IMPLEMENTED, "NotImplementedError", None, &format!("{path}: {instead}"))

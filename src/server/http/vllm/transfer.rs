@@ -7,6 +7,7 @@ use axum::response::Response;
 use axum::{Extension, Json};
 use base64::Engine as _;
 use base64::prelude::BASE64_STANDARD;
+use http_body::Body as _;
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 use utoipa::ToSchema;
@@ -14,14 +15,13 @@ use utoipa::ToSchema;
 use super::weights::version_of;
 use crate::comm::{RankRange, Rendezvous};
 use crate::error::{Error, shown};
-use crate::memory::Charge;
-use crate::server::http::{AppState, ErrorBody, HttpError, Ignored, JsonBody, Peer, Query, has_body};
+use crate::server::http::{AppState, HttpError, HttpResult, Ignored, JsonBody, Peer, Query};
 use crate::server::transfer::{BroadcastTensors, Packing, TransferCommand, dtype};
 use crate::weights::TensorEntry;
 
 /// Bytes of a group's id.
 const ID_BYTES: usize = 128;
-/// The group to join.
+
 #[derive(Deserialize, ToSchema)]
 pub(super) struct Init {
     init_info: InitInfo,
@@ -31,13 +31,10 @@ pub(super) struct Init {
 #[derive(Deserialize, ToSchema)]
 struct InitInfo {
     /// Where the trainer, rank 0, serves torch's `TCPStore`.
-    #[serde(default)]
     master_address: Option<String>,
-    #[serde(default)]
     #[schema(minimum = 1)]
     master_port: Option<u16>,
     /// The group's id instead: its 128 bytes in base64.
-    #[serde(default)]
     nccl_unique_id_b64: Option<String>,
     /// Rank of the server's first rank in the group.
     #[schema(minimum = 1)]
@@ -46,14 +43,11 @@ struct InitInfo {
     #[schema(minimum = 2)]
     world_size: usize,
     /// Whether several tensors are broadcast at once, as bytes; false if left out.
-    #[serde(default)]
     packed: Option<bool>,
     /// A broadcast ends behind the tensor with which it has more bytes than this; 1 GiB if left out.
-    #[serde(default)]
     packed_buffer_size_bytes: Option<u64>,
 }
 
-/// The tensors that the trainer broadcasts now.
 #[derive(Deserialize, ToSchema)]
 pub(super) struct Update {
     update_info: UpdateInfo,
@@ -70,40 +64,30 @@ struct UpdateInfo {
     #[serde(default)]
     shapes: Vec<Vec<usize>>,
     /// As at the group's beginning, if left out.
-    #[serde(default)]
     packed: Option<bool>,
-    #[serde(default)]
     packed_buffer_size_bytes: Option<u64>,
 }
 
-/// The end of an update.
 #[derive(Default, Deserialize, ToSchema)]
 pub(super) struct Finish {
     /// The policy's version from now on, a decimal number below 2^64 above the present one; one more if left out.
-    #[serde(default)]
     #[schema(pattern = "^(0|[1-9][0-9]{0,18})$")]
     weight_version: Option<String>,
 }
 
-/// The command was executed.
 #[derive(Serialize, ToSchema)]
 pub(super) struct Transferred {
     message: &'static str,
 }
 
-/// Joins a trainer's group with all ranks, in place of the group there may be; answers when all ranks of the group have
-/// joined.
+/// Joins a trainer's group with all ranks, and leaves any other; answers when all ranks of the group have joined.
 #[utoipa::path(post, path = "/init_weight_transfer_engine", request_body = Init, responses(
     (status = 200, body = Transferred),
-    (status = 400, body = ErrorBody),
-    (status = 408, description = "the trainer did not join within --update-idle-seconds", body = ErrorBody),
-    (status = 409, description = "the group could not be formed", body = ErrorBody),
-    (status = 501, description = "no trainer can broadcast to the server's device", body = ErrorBody),
+    (status = 408, description = "the trainer did not join within --update-idle-seconds"),
+    (status = 409, description = "the group could not be formed"),
+    (status = 501, description = "no trainer can broadcast to the server's device"),
 ))]
-pub(super) async fn init_weight_transfer_engine(
-    State(app): State<AppState>,
-    request: Request,
-) -> Result<Response, HttpError> {
+pub(super) async fn init_weight_transfer_engine(State(app): State<AppState>, request: Request) -> HttpResult<Response> {
     let JsonBody { value: Init { init_info }, ignored, .. } = body(&app, request).await?;
     let meeting = meeting(&init_info)?;
     let places = RankRange { first: init_info.rank_offset, world: init_info.world_size };
@@ -118,15 +102,15 @@ pub(super) async fn init_weight_transfer_engine(
 #[utoipa::path(post, path = "/start_weight_update", responses(
     (status = 200, body = Transferred),
     (status = 409, description = "no trainer has joined, another push is open, or the server's state does not allow \
-        one", body = ErrorBody),
-    (status = 429, description = "no room under the memory ceiling", body = ErrorBody),
-    (status = 501, description = "no trainer can broadcast to the server's device", body = ErrorBody),
+        one"),
+    (status = 429, description = "no room under the memory ceiling"),
+    (status = 501, description = "no trainer can broadcast to the server's device"),
 ))]
 pub(super) async fn start_weight_update(
     State(app): State<AppState>,
     Extension(peer): Extension<Peer>,
     query: Query,
-) -> Result<Response, HttpError> {
+) -> HttpResult<Response> {
     check_device(&app, "/start_weight_update")?;
     app.transfers.execute(TransferCommand::Begin(peer.0)).await?;
     Ok(done(&query.ignored(&[]), "Weight update started"))
@@ -138,20 +122,24 @@ pub(super) async fn start_weight_update(
 #[utoipa::path(post, path = "/update_weights", request_body = Update, responses(
     (status = 200, body = Transferred),
     (status = 400, description = "a tensor does not match the model: the push is dropped. A member of the body is \
-        wrong: the group is left as well", body = ErrorBody),
+        wrong: the group is left as well"),
     (status = 408, description = "the trainer broadcast nothing for --update-idle-seconds; the push is dropped and \
-        the group left", body = ErrorBody),
-    (status = 409, description = "no push is open, or the trainer disconnected", body = ErrorBody),
-    (status = 429, description = "no memory on a device or for the body; the push is dropped and the group left",
-        body = ErrorBody),
-    (status = 501, description = "no trainer can broadcast to the server's device", body = ErrorBody),
+        the group left"),
+    (status = 409, description = "no push is open, or the trainer disconnected"),
+    (status = 429, description = "no memory on a device or for the body; the push is dropped and the group left"),
+    (status = 501, description = "no trainer can broadcast to the server's device"),
 ))]
-pub(super) async fn update_weights(State(app): State<AppState>, request: Request) -> Result<Response, HttpError> {
+pub(super) async fn update_weights(State(app): State<AppState>, request: Request) -> HttpResult<Response> {
     let update_call = app.transfers.update_call();
-    let (announced, ignored, charge) = match read(&app, request).await {
+    // The charge covers the announced tensors.
+    let read = async {
+        let JsonBody { value: Update { update_info }, ignored, charge, .. } = body(&app, request).await?;
+        Ok::<_, HttpError>((announced(update_info)?, ignored, charge))
+    };
+    let (announced, ignored, charge) = match read.await {
         Ok(read) => read,
         Err(refused) => {
-            update_call.abandon(refused.message()).await?;
+            update_call.abandon(&refused.message).await?;
             return Err(refused);
         }
     };
@@ -160,28 +148,21 @@ pub(super) async fn update_weights(State(app): State<AppState>, request: Request
     Ok(done(&ignored, "Weights updated"))
 }
 
-/// The tensors that a call announces, its ignored members, and the charge that covers the tensors.
-async fn read(app: &AppState, request: Request) -> Result<(BroadcastTensors, Ignored, Charge), HttpError> {
-    let JsonBody { value: Update { update_info }, ignored, charge, .. } = body(app, request).await?;
-    Ok((announced(update_info)?, ignored, charge))
-}
-
 /// Ends the push: all its parameters serve from the next step on, or it is rejected and nothing has changed.
 #[utoipa::path(post, path = "/finish_weight_update", request_body = Option<Finish>, responses(
     (status = 200, body = Transferred),
-    (status = 400, description = "parameters are missing; the policy is unchanged", body = ErrorBody),
-    (status = 409, description = "no push is open, or the version is not above the policy's", body = ErrorBody),
-    (status = 501, description = "no trainer can broadcast to the server's device", body = ErrorBody),
+    (status = 400, description = "parameters are missing; the policy is unchanged"),
+    (status = 409, description = "no push is open, or the version is not above the policy's"),
+    (status = 501, description = "no trainer can broadcast to the server's device"),
 ))]
-pub(super) async fn finish_weight_update(State(app): State<AppState>, request: Request) -> Result<Response, HttpError> {
-    let (finish, ignored) = if has_body(request.headers()) {
-        let JsonBody { value, ignored, .. } = body(&app, request).await?;
-        (value, ignored)
-    } else {
+pub(super) async fn finish_weight_update(State(app): State<AppState>, request: Request) -> HttpResult<Response> {
+    let (Finish { weight_version }, ignored) = if request.body().is_end_stream() {
         check_device(&app, request.uri().path())?;
         Default::default()
+    } else {
+        let JsonBody { value, ignored, .. } = body(&app, request).await?;
+        (value, ignored)
     };
-    let Finish { weight_version } = finish;
     let version = weight_version.map(|text| version_of("weight_version", &text)).transpose()?;
     app.transfers.execute(TransferCommand::Finish(version)).await?;
     Ok(done(&ignored, "Weight update finished"))
@@ -190,12 +171,9 @@ pub(super) async fn finish_weight_update(State(app): State<AppState>, request: R
 /// Leaves the trainer's group, and drops the push that is open.
 #[utoipa::path(post, path = "/shutdown_weight_transfer_engine", responses(
     (status = 200, body = Transferred),
-    (status = 501, description = "no trainer can broadcast to the server's device", body = ErrorBody),
+    (status = 501, description = "no trainer can broadcast to the server's device"),
 ))]
-pub(super) async fn shutdown_weight_transfer_engine(
-    State(app): State<AppState>,
-    query: Query,
-) -> Result<Response, HttpError> {
+pub(super) async fn shutdown_weight_transfer_engine(State(app): State<AppState>, query: Query) -> HttpResult<Response> {
     check_device(&app, "/shutdown_weight_transfer_engine")?;
     app.transfers.execute(TransferCommand::Leave).await?;
     Ok(done(&query.ignored(&[]), "Weight transfer shut down"))
@@ -206,10 +184,7 @@ fn done(ignored: &Ignored, message: &'static str) -> Response {
 }
 
 /// The body, if trainers can broadcast to the device.
-async fn body<T: DeserializeOwned + Send + 'static>(
-    app: &AppState,
-    request: Request,
-) -> Result<JsonBody<T>, HttpError> {
+async fn body<T: DeserializeOwned + Send + 'static>(app: &AppState, request: Request) -> HttpResult<JsonBody<T>> {
     if let Err(refused) = check_device(app, request.uri().path()) {
         // Receives the body first, so that its connection can be used again.
         Query::from_request(request, app).await?;
@@ -219,7 +194,7 @@ async fn body<T: DeserializeOwned + Send + 'static>(
 }
 
 /// Whether trainers can broadcast to the device.
-fn check_device(app: &AppState, path: &str) -> Result<(), HttpError> {
+fn check_device(app: &AppState, path: &str) -> HttpResult<()> {
     let context = app.server.context()?;
     if context.trainers.library().is_some() {
         return Ok(());
@@ -243,10 +218,7 @@ fn meeting(info: &InitInfo) -> Result<Rendezvous, Error> {
             let message = format!("{:?} is not {ID_BYTES} bytes in base64", shown(text, 200));
             Error::invalid("init_info.nccl_unique_id_b64", message)
         }),
-        _ => {
-            let message = "give master_address and master_port, or nccl_unique_id_b64";
-            Err(Error::invalid("init_info", message))
-        }
+        _ => Err(Error::invalid("init_info", "give master_address and master_port, or nccl_unique_id_b64")),
     }
 }
 

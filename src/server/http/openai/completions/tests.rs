@@ -1,7 +1,7 @@
 use super::*;
 use crate::memory::Traffic;
-use crate::server::http::heap::peak_of;
 use crate::server::http::request_body::{parse, parsed_bytes};
+use crate::server::http::tests::heap::peak_of;
 use crate::server::security::Caller;
 
 /// `part` repeated to a list that is about a megabyte long.

@@ -50,7 +50,7 @@ fn taken(size: usize) -> i64 {
 }
 
 /// The most bytes that the thread held while `work` ran, beyond those that it held before.
-pub(super) fn peak_of<T>(work: impl FnOnce() -> T) -> (u64, T) {
+pub(in crate::server::http) fn peak_of<T>(work: impl FnOnce() -> T) -> (u64, T) {
     let (before, _) = HELD.get();
     HELD.set((before, before));
     let done = work();
