@@ -97,7 +97,7 @@ pub(in crate::server::http) async fn tokenize(
         let tokens = convert::tokens(prompt, &model, &mut charge)?;
         charge.grow(tokens.len() as u64 * TOKEN)?;
         let name =
-            |encoder: &Arc<PromptEncoder>, token: &TokenId| encoder.tokenizer().id_to_token(*token).unwrap_or_default();
+            |encoder: &Arc<PromptEncoder>, token: &TokenId| encoder.tokenizer.id_to_token(*token).unwrap_or_default();
         let encoder = model.encoder.as_ref().filter(|_| names);
         let strings = encoder.map(|encoder| tokens.iter().map(|token| name(encoder, token)).collect());
         Ok((tokens, strings, charge))
@@ -129,10 +129,10 @@ pub(in crate::server::http) async fn detokenize(
     }
     let encoder = context.model.encoder.clone();
     let encoder = encoder.ok_or_else(|| Error::invalid("tokens", "this model has no tokenizer"))?;
-    let longest = encoder.max_bytes_per_token().map_or(TOKEN, |longest| longest as u64);
-    let (prompt, charge) = off_thread(false, bytes, move || {
+    let longest = encoder.tokenizer.max_bytes_per_token().map_or(TOKEN, |longest| longest as u64);
+    let (prompt, charge) = off_thread(bytes > INLINE_PARSE_BYTES, move || {
         charge.grow(tokens.len() as u64 * longest)?;
-        Ok((encoder.tokenizer().decode(&tokens, false), charge))
+        Ok((encoder.tokenizer.decode(&tokens, false), charge))
     })
     .await?;
     Ok(counted(ignored.name_in(Json(Detokenized { prompt })), charge))
