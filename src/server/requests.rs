@@ -60,7 +60,7 @@ pub(super) async fn start<M: Send + 'static, W: Writer>(
         let (context, in_flight) = server.admit()?;
         let model = context.model.clone();
         let ReceivedRequest { message, takes_long, bytes, mut charge, deadline, owner } = received;
-        let parse = off_thread(takes_long, bytes, move || {
+        let parse = off_thread(takes_long || bytes > INLINE_PARSE_BYTES, move || {
             let request = convert(message, &model, &mut charge)?;
             // The charge, which has covered the message, covers the parsed request from here on.
             charge.set(request.bytes() + request.prompt_bytes())?;
@@ -101,10 +101,9 @@ pub(super) async fn start<M: Send + 'static, W: Writer>(
 /// The result of parsing `bytes` bytes, on the blocking pool if they are many or if it takes long.
 pub(super) async fn off_thread<T: Send + 'static>(
     takes_long: bool,
-    bytes: usize,
     parse: impl FnOnce() -> Result<T> + Send + 'static,
 ) -> Result<T> {
-    if !takes_long && bytes <= INLINE_PARSE_BYTES {
+    if !takes_long {
         return parse();
     }
     let parsed = tokio::task::spawn_blocking(parse).await;

@@ -13,7 +13,7 @@ use crate::engine::Command;
 use crate::error::{Error, shown};
 use crate::server::calls::ask;
 use crate::server::http::{AppState, ErrorBody, HttpError, JsonBody, counted, members};
-use crate::server::requests::{is_chat, off_thread};
+use crate::server::requests::{INLINE_PARSE_BYTES, is_chat, off_thread};
 use crate::server::{PromptEncoder, ServingContext, convert, pb};
 use crate::types::TokenId;
 
@@ -93,7 +93,7 @@ pub(in crate::server::http) async fn tokenize(
         }
     };
     let (model, names) = (context.model.clone(), return_token_strs.unwrap_or(false));
-    let (tokens, token_strs, charge) = off_thread(is_chat(&prompt), bytes, move || {
+    let (tokens, token_strs, charge) = off_thread(is_chat(&prompt) || bytes > INLINE_PARSE_BYTES, move || {
         let tokens = convert::tokens(prompt, &model, &mut charge)?;
         charge.grow(tokens.len() as u64 * TOKEN)?;
         let name =
