@@ -6,10 +6,10 @@ use std::time::Duration;
 
 use bytes::Bytes;
 use tokio::sync::oneshot;
-use tokio::task::JoinHandle;
 use tokio::time::{Instant, sleep_until};
 use tokio_stream::{Stream, StreamExt as _};
 
+use super::AbortOnDrop;
 use super::state::ServerState;
 use crate::engine::{CancelFlag, Command, EngineHandle, Reply};
 use crate::error::{Error, Result};
@@ -87,11 +87,11 @@ impl CancelOnDrop {
         Self { flag: CancelFlag::default(), engine: engine.clone() }
     }
 
-    /// Ends the request at this time with the tokens that it has. In a task of its own, because a reply whose client
-    /// reads nothing is not polled.
-    pub(super) fn expire_at(&self, at: std::time::Instant) -> TimeLimit {
+    /// Ends the request at this time with the tokens that it has, unless the returned value is dropped before. In a task
+    /// of its own, because a reply whose client reads nothing is not polled.
+    pub(super) fn expire_at(&self, at: std::time::Instant) -> AbortOnDrop<()> {
         let (flag, engine) = (self.flag.clone(), self.engine.clone());
-        TimeLimit(tokio::spawn(async move {
+        AbortOnDrop(tokio::spawn(async move {
             sleep_until(at.into()).await;
             engine.expire(&flag);
         }))
@@ -101,15 +101,6 @@ impl CancelOnDrop {
 impl Drop for CancelOnDrop {
     fn drop(&mut self) {
         self.engine.cancel(&self.flag);
-    }
-}
-
-/// The end of a request's time, unless it is dropped before.
-pub(super) struct TimeLimit(JoinHandle<()>);
-
-impl Drop for TimeLimit {
-    fn drop(&mut self) {
-        self.0.abort();
     }
 }
 

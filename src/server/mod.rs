@@ -349,7 +349,7 @@ async fn clear(mut health: HealthReporter) {
     }
 }
 
-/// Aborts its task on drop: the transport must not outlive `serve`.
+/// Aborts its task on drop: the transport must not outlive `serve`, nor the limit of a request's time its reply.
 struct AbortOnDrop<T>(tokio::task::JoinHandle<T>);
 
 impl<T> Drop for AbortOnDrop<T> {

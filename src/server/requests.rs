@@ -73,7 +73,7 @@ pub(super) async fn start<M: Send + 'static, W: Writer>(
             error = server.ending() => return Err(error),
         };
         tracing::debug!(request_id = request.request_id, prompts = request.prompts.len(), "request accepted");
-        let (prompts, samples) = (request.prompts.len(), request.num_samples());
+        let (request_id, prompts, samples) = (request.request_id.clone(), request.prompts.len(), request.num_samples());
         let writer = writer(&request);
         let prompts_charge = charge.split(request.prompt_bytes());
         let (responder, backlog, events) = event_channel(&context);
@@ -85,6 +85,7 @@ pub(super) async fn start<M: Send + 'static, W: Writer>(
         Ok(ReplyStream {
             events,
             writer,
+            request_id,
             messages: VecDeque::new(),
             deadline: Box::pin(deadline.passed()),
             ended: false,
@@ -98,7 +99,7 @@ pub(super) async fn start<M: Send + 'static, W: Writer>(
     started.inspect_err(|error| server.observer.metrics.request_failed(error))
 }
 
-/// The result of parsing `bytes` bytes, on the blocking pool if they are many or if it takes long.
+/// The result of parsing a request, on the blocking pool if that takes long.
 pub(super) async fn off_thread<T: Send + 'static>(
     takes_long: bool,
     parse: impl FnOnce() -> Result<T> + Send + 'static,

@@ -5,7 +5,7 @@ use std::collections::VecDeque;
 use crate::engine::{Completion, Event, Summary, ValidRequest};
 use crate::error::{Error, Result};
 use crate::server::pb;
-use crate::server::replies::{Progress, Writer};
+use crate::server::replies::Writer;
 use crate::types::{FinishReason, Prompt, TokenId, TokenLogprobs, WeightVersion};
 use pb::generate_response::Event as Message;
 
@@ -28,44 +28,6 @@ impl GenerateWriter {
             prompts: request.prompts.iter().cloned().map(Some).collect(),
             top: request.params.top_logprobs > 0,
         }
-    }
-
-    fn messages(&mut self, event: Event, out: &mut VecDeque<pb::GenerateResponse>) -> Result<Progress> {
-        let prompt = prompt_of(&event).and_then(|index| Some((index, self.prompts.get_mut(index as usize)?.take()?)));
-        let mut push = |event| out.push_back(pb::GenerateResponse { event: Some(event) });
-        if let Some((prompt_index, prompt)) = &prompt {
-            let (prompt_index, token_ids) = (*prompt_index, prompt.tokens.to_vec());
-            push(Message::Prompt(pb::PromptTokens { prompt_index, token_ids }));
-        }
-        match event {
-            Event::Token { prompt_index, sample_index, logprobs, text } => push(Message::Delta(pb::TokenDelta {
-                prompt_index,
-                sample_index,
-                token_ids: vec![logprobs.token],
-                logprobs: vec![logprobs.processed],
-                raw_logprobs: vec![logprobs.raw],
-                text,
-                top_logprobs: self.if_top(|| vec![top_logprobs(&logprobs)]),
-                ranks: self.if_top(|| vec![logprobs.rank]),
-            })),
-            Event::Text { prompt_index, sample_index, text } => push(Message::Delta(pb::TokenDelta {
-                prompt_index,
-                sample_index,
-                text: Some(text),
-                ..Default::default()
-            })),
-            Event::PromptLogprobs { prompt_index, logprobs, .. } => {
-                let (_, prompt) = prompt.ok_or_else(|| unrequested(prompt_index))?;
-                push(Message::PromptLogprobs(self.prompt_logprobs(prompt_index, &prompt.tokens, &logprobs)?));
-            }
-            Event::Completion(completion) => push(Message::Completion(self.completion(completion))),
-            Event::Done(summary) => {
-                push(Message::Summary(self.summary(&summary)));
-                return Ok(Progress::Done);
-            }
-            Event::Failed(error) => return Ok(Progress::Failed(error)),
-        }
-        Ok(Progress::More)
     }
 
     fn completion(&self, c: Completion) -> pb::Completion {
@@ -121,18 +83,47 @@ impl GenerateWriter {
 impl Writer for GenerateWriter {
     type Message = pb::GenerateResponse;
 
-    fn request_id(&self) -> &str {
-        &self.request_id
-    }
-
-    fn write(&mut self, event: Event, out: &mut VecDeque<pb::GenerateResponse>) -> Progress {
-        self.messages(event, out).unwrap_or_else(Progress::Failed)
+    fn write(&mut self, event: Event, out: &mut VecDeque<pb::GenerateResponse>) -> Result<Option<Summary>> {
+        let prompt = prompt_of(&event).and_then(|index| Some((index, self.prompts.get_mut(index as usize)?.take()?)));
+        let mut push = |event| out.push_back(pb::GenerateResponse { event: Some(event) });
+        if let Some((prompt_index, prompt)) = &prompt {
+            let (prompt_index, token_ids) = (*prompt_index, prompt.tokens.to_vec());
+            push(Message::Prompt(pb::PromptTokens { prompt_index, token_ids }));
+        }
+        match event {
+            Event::Token { prompt_index, sample_index, logprobs, text } => push(Message::Delta(pb::TokenDelta {
+                prompt_index,
+                sample_index,
+                token_ids: vec![logprobs.token],
+                logprobs: vec![logprobs.processed],
+                raw_logprobs: vec![logprobs.raw],
+                text,
+                top_logprobs: self.if_top(|| vec![top_logprobs(&logprobs)]),
+                ranks: self.if_top(|| vec![logprobs.rank]),
+            })),
+            Event::Text { prompt_index, sample_index, text } => push(Message::Delta(pb::TokenDelta {
+                prompt_index,
+                sample_index,
+                text: Some(text),
+                ..Default::default()
+            })),
+            Event::PromptLogprobs { prompt_index, logprobs, .. } => {
+                let (_, prompt) = prompt.ok_or_else(|| unrequested(prompt_index))?;
+                push(Message::PromptLogprobs(self.prompt_logprobs(prompt_index, &prompt.tokens, &logprobs)?));
+            }
+            Event::Completion(completion) => push(Message::Completion(self.completion(completion))),
+            Event::Done(summary) => {
+                push(Message::Summary(self.summary(&summary)));
+                return Ok(Some(summary));
+            }
+            Event::Failed(error) => return Err(error),
+        }
+        Ok(None)
     }
 }
 
 /// Turns the events of one `Score` into its messages.
 pub(super) struct ScoreWriter {
-    request_id: String,
     /// For each sequence its number of tokens, or None once it has scores.
     lengths: Vec<Option<usize>>,
     left: usize,
@@ -142,7 +133,6 @@ pub(super) struct ScoreWriter {
 impl ScoreWriter {
     pub(super) fn new(request: &ValidRequest) -> Self {
         Self {
-            request_id: request.request_id.clone(),
             lengths: request.prompts.iter().map(|p| Some(p.tokens.len())).collect(),
             left: request.prompts.len(),
             top: request.params.top_logprobs > 0,
@@ -181,27 +171,20 @@ impl ScoreWriter {
 impl Writer for ScoreWriter {
     type Message = pb::ScoreResponse;
 
-    fn request_id(&self) -> &str {
-        &self.request_id
-    }
-
-    fn write(&mut self, event: Event, out: &mut VecDeque<pb::ScoreResponse>) -> Progress {
+    fn write(&mut self, event: Event, out: &mut VecDeque<pb::ScoreResponse>) -> Result<Option<Summary>> {
         match event {
             Event::PromptLogprobs { prompt_index, logprobs, weight_version } => {
-                match self.score(prompt_index, &logprobs, weight_version, out) {
-                    Ok(()) => Progress::More,
-                    Err(error) => Progress::Failed(error),
-                }
+                self.score(prompt_index, &logprobs, weight_version, out).map(|()| None)
             }
-            Event::Done(_) if self.left > 0 => Progress::Failed(Error::Aborted(format!(
+            Event::Done(_) if self.left > 0 => Err(Error::Aborted(format!(
                 "the request was aborted before {} of its {} sequences were scored",
                 self.left,
                 self.lengths.len()
             ))),
-            Event::Done(_) => Progress::Done,
-            Event::Failed(error) => Progress::Failed(error),
+            Event::Done(summary) => Ok(Some(summary)),
+            Event::Failed(error) => Err(error),
             // Abort ends a scored sequence by an aborted completion without tokens; its score is then missing.
-            Event::Completion(_) | Event::Token { .. } | Event::Text { .. } => Progress::More,
+            Event::Completion(_) | Event::Token { .. } | Event::Text { .. } => Ok(None),
         }
     }
 }

@@ -3,7 +3,7 @@
 use std::pin::Pin;
 
 use tokio_stream::{Stream, StreamExt as _};
-use tonic::{Request, Response, Status};
+use tonic::{Request, Status};
 
 use super::middleware::{Answer, answer, caller_of, deadline_of};
 use super::receive::charge_of;
@@ -38,16 +38,13 @@ impl RolloutService {
         writer: impl FnOnce(&ValidRequest) -> W,
     ) -> Answer<Replies<W::Message>> {
         let (deadline, owner) = (deadline_of(&request), caller_of(&request).owner);
-        let noted = deadline.clone();
         let traffic = self.server.traffic().map_err(to_status)?;
         let charge = charge_of(&mut request, &traffic);
         let message = request.into_inner();
         let bytes = message.encoded_len();
-        let received = ReceivedRequest { message, takes_long, bytes, charge, deadline, owner };
-        let started = start(&self.server, received, convert, writer).await;
-        let replies = started.inspect_err(|error| noted.note(error)).map_err(to_status)?;
-        let replies: Replies<W::Message> = Box::pin(replies.map(|message| message.map_err(to_status)));
-        Ok(Response::new(replies))
+        let received = ReceivedRequest { message, takes_long, bytes, charge, deadline: deadline.clone(), owner };
+        let replies = answer(deadline, start(&self.server, received, convert, writer)).await?;
+        Ok(replies.map(|replies| Box::pin(replies.map(|message| message.map_err(to_status))) as Replies<_>))
     }
 }
 
