@@ -3,21 +3,20 @@
 mod handshakes;
 mod http2;
 
+use std::convert::Infallible;
 use std::fs::File;
-use std::future::Future as _;
 use std::io;
 use std::net::TcpListener;
-use std::pin::Pin;
 use std::sync::Arc;
-use std::task::{Context, Poll, ready};
 use std::time::Duration;
 
 use tokio::io::BufReader;
 use tokio::net::TcpStream;
+use tokio::sync::mpsc::{self, UnboundedSender};
 use tokio::sync::{OwnedSemaphorePermit, Semaphore};
-use tokio::time::{Instant, Sleep, sleep};
+use tokio::time::{Instant, sleep, timeout};
 use tokio_rustls::server::TlsStream;
-use tokio_stream::Stream;
+use tokio_stream::wrappers::UnboundedReceiverStream;
 use tokio_util::either::Either;
 
 use super::security::Tls;
@@ -108,8 +107,40 @@ impl LogLimiter {
     }
 }
 
-/// Stream of accepted connections. It never ends.
-pub(super) struct Listener {
+/// The accepted connections of a port, which closes when this is dropped. It never ends.
+pub(super) type Listener = UnboundedReceiverStream<Accepted>;
+
+/// Starts to accept up to `limit` connections at a time. Must be called inside a tokio runtime; fails if the listener
+/// cannot be watched.
+pub(super) fn accept_connections(
+    listener: TcpListener,
+    limit: usize,
+    tls: Option<Tls>,
+    metrics: &Arc<Metrics>,
+) -> io::Result<Listener> {
+    let acceptor = Acceptor {
+        listener: tokio::net::TcpListener::from_std(listener)?,
+        free: Arc::new(Semaphore::new(limit)),
+        limit,
+        metrics: metrics.clone(),
+        handshakes: tls.map(|tls| Handshakes::new(tls, limit)),
+        reserve: reserve(),
+        beyond_limit: LogLimiter::default(),
+        no_descriptor: LogLimiter::default(),
+    };
+    // Needs no limit of its own, because every connection in it has a permit.
+    let (accepted, connections) = mpsc::unbounded_channel();
+    tokio::spawn(async move {
+        tokio::select! {
+            () = accepted.closed() => {}
+            never = acceptor.run(&accepted) => match never {},
+        }
+    });
+    Ok(connections.into())
+}
+
+/// Accepts the connections of a port.
+struct Acceptor {
     listener: tokio::net::TcpListener,
     free: Arc<Semaphore>,
     limit: usize,
@@ -119,86 +150,48 @@ pub(super) struct Listener {
     /// A spare descriptor. It is closed to accept and drop a connection when no descriptor is left, so that the client
     /// learns it at once instead of waiting in the listener's queue.
     reserve: Option<File>,
-    back_off: Option<Pin<Box<Sleep>>>,
     beyond_limit: LogLimiter,
     no_descriptor: LogLimiter,
 }
 
-impl Listener {
-    /// Starts to accept up to `limit` connections at a time. Must be called inside a tokio runtime.
-    ///
-    /// # Errors
-    /// If the listener cannot be watched.
-    pub(super) fn new(
-        listener: TcpListener,
-        limit: usize,
-        tls: Option<Tls>,
-        metrics: &Arc<Metrics>,
-    ) -> io::Result<Self> {
-        Ok(Self {
-            listener: tokio::net::TcpListener::from_std(listener)?,
-            free: Arc::new(Semaphore::new(limit)),
-            limit,
-            metrics: metrics.clone(),
-            handshakes: tls.map(|tls| Handshakes::new(tls, limit)),
-            reserve: reserve(),
-            back_off: None,
-            beyond_limit: LogLimiter::default(),
-            no_descriptor: LogLimiter::default(),
-        })
-    }
-
-    /// Handles an accept that failed for lack of descriptors or memory: drops one waiting connection, then pauses.
-    fn turn_away(&mut self, error: &io::Error, cx: &mut Context<'_>) {
-        if self.reserve.take().is_some() {
-            // Accepts a waiting connection, if there is one, and closes it by dropping it.
-            let _ = self.listener.poll_accept(cx);
-        }
-        self.reserve = reserve();
-        self.back_off = Some(Box::pin(sleep(BACK_OFF)));
-        if let Some(times) = self.no_descriptor.due(Instant::now()) {
-            tracing::error!(times, "cannot accept connections: {error}; raise `ulimit -n` or lower --max-connections");
-        }
-    }
-}
-
-impl Stream for Listener {
-    type Item = Accepted;
-
-    fn poll_next(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Option<Self::Item>> {
-        let this = self.get_mut();
+impl Acceptor {
+    async fn run(mut self, accepted: &UnboundedSender<Accepted>) -> Infallible {
         loop {
-            if let Some(handshakes) = &mut this.handshakes
-                && let Poll::Ready((stream, permit)) = handshakes.poll_done(cx)
-            {
-                return Poll::Ready(Some(Accepted { socket: Either::Right(Box::new(stream)), permit }));
+            if let Some(handshakes) = &mut self.handshakes {
+                handshakes.room().await;
             }
-            if let Some(back_off) = &mut this.back_off {
-                ready!(back_off.as_mut().poll(cx));
-                this.back_off = None;
-            }
-            if let Some(handshakes) = &mut this.handshakes {
-                ready!(handshakes.poll_room(cx));
-            }
-            let stream = match ready!(this.listener.poll_accept(cx)) {
+            let stream = match self.listener.accept().await {
                 Ok((stream, _)) => stream,
                 Err(e) if ended_in_the_queue(&e) => continue,
                 Err(e) => {
-                    this.turn_away(&e, cx);
+                    self.turn_away(&e).await;
                     continue;
                 }
             };
-            if let Some(permit) = ConnectionPermit::acquire(&this.free, &this.metrics) {
+            if let Some(permit) = ConnectionPermit::acquire(&self.free, &self.metrics) {
                 // Fails only for a connection that has already broken, which its first read reports.
                 let _ = stream.set_nodelay(true);
-                match &mut this.handshakes {
-                    Some(handshakes) => handshakes.begin(stream, permit),
-                    None => return Poll::Ready(Some(Accepted { socket: Either::Left(stream), permit })),
+                match &mut self.handshakes {
+                    Some(handshakes) => handshakes.begin(stream, permit, accepted.clone()),
+                    None => drop(accepted.send(Accepted { socket: Either::Left(stream), permit })),
                 }
-            } else if let Some(times) = this.beyond_limit.due(Instant::now()) {
-                tracing::warn!(times, limit = this.limit, "connections closed: --max-connections are open");
+            } else if let Some(times) = self.beyond_limit.due(Instant::now()) {
+                tracing::warn!(times, limit = self.limit, "connections closed: --max-connections are open");
             }
         }
+    }
+
+    /// Handles an accept that failed for lack of descriptors or memory: drops one waiting connection, then pauses.
+    async fn turn_away(&mut self, error: &io::Error) {
+        if self.reserve.take().is_some() {
+            // Accepts a waiting connection, if there is one, and closes it by dropping it.
+            let _ = timeout(Duration::ZERO, self.listener.accept()).await;
+        }
+        self.reserve = reserve();
+        if let Some(times) = self.no_descriptor.due(Instant::now()) {
+            tracing::error!(times, "cannot accept connections: {error}; raise `ulimit -n` or lower --max-connections");
+        }
+        sleep(BACK_OFF).await;
     }
 }
 
