@@ -19,10 +19,8 @@ pub(super) const INLINE_PARSE_BYTES: usize = 8 << 10;
 /// A Generate or Score that was received, and is not checked yet.
 pub(super) struct ReceivedRequest<M> {
     pub(super) message: M,
-    /// Whether checking it takes long even if it is short.
+    /// Whether checking it takes long.
     pub(super) takes_long: bool,
-    /// Size of the message in bytes, as it came.
-    pub(super) bytes: usize,
     /// Covers the message.
     pub(super) charge: Charge,
     pub(super) deadline: Deadline,
@@ -30,10 +28,11 @@ pub(super) struct ReceivedRequest<M> {
     pub(super) owner: Option<Owner>,
 }
 
-/// Whether checking a request takes long even if it is short: a grammar is compiled, or a chat is rendered.
-pub(super) fn takes_long(request: &pb::GenerateRequest) -> bool {
+/// Whether checking a request of `bytes` bytes takes long: it is large, a grammar is compiled, or a chat is rendered.
+pub(super) fn takes_long(request: &pb::GenerateRequest, bytes: usize) -> bool {
     let own = request.prompts.iter().filter_map(|prompt| prompt.sampling.as_deref());
-    request.sampling.iter().chain(own).any(|sampling| sampling.structured_outputs.is_some())
+    bytes > INLINE_PARSE_BYTES
+        || request.sampling.iter().chain(own).any(|sampling| sampling.structured_outputs.is_some())
         || request.prompts.iter().any(is_chat)
 }
 
@@ -59,8 +58,8 @@ pub(super) async fn start<M: Send + 'static, W: Writer>(
         let arrived = Instant::now();
         let (context, in_flight) = server.admit()?;
         let model = context.model.clone();
-        let ReceivedRequest { message, takes_long, bytes, mut charge, deadline, owner } = received;
-        let parse = off_thread(takes_long || bytes > INLINE_PARSE_BYTES, move || {
+        let ReceivedRequest { message, takes_long, mut charge, deadline, owner } = received;
+        let parse = off_thread(takes_long, move || {
             let request = convert(message, &model, &mut charge)?;
             // The charge, which has covered the message, covers the parsed request from here on.
             charge.set(request.bytes() + request.prompt_bytes())?;

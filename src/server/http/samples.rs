@@ -60,9 +60,9 @@ pub(super) async fn sample<T, S: Samples, W: FnOnce(&ValidRequest, &Traffic) -> 
     let context = app.server.context()?;
     let JsonBody { value, bytes, charge, ignored, caller } = body;
     let (message, writer) = read(value, &context)?;
-    let (takes_long, is_stream) = (takes_long(&message), message.stream_tokens);
+    let (takes_long, is_stream) = (takes_long(&message, bytes), message.stream_tokens);
     let deadline = Deadline::new(None, &app.server);
-    let received = ReceivedRequest { message, takes_long, bytes, charge, deadline, owner: caller.owner };
+    let received = ReceivedRequest { message, takes_long, charge, deadline, owner: caller.owner };
     let writer = |request: &ValidRequest| SampleWriter {
         is_stream,
         samples: writer(request, &context.traffic),
