@@ -24,11 +24,8 @@ const PROGRESS: usize = 1 << 20;
 /// A reply for the engine to call, and the receiver on which its value arrives.
 pub(super) fn reply_channel<T: Send + 'static>() -> (Reply<T>, oneshot::Receiver<T>) {
     let (sender, answer) = oneshot::channel();
-    let reply = move |value| {
-        // Sending fails if the caller has given up.
-        let _ = sender.send(value);
-    };
-    (Box::new(reply), answer)
+    // Sending fails if the caller has given up.
+    (Box::new(move |value| drop(sender.send(value))), answer)
 }
 
 /// Sends a command to the engine and waits for its reply.
@@ -45,9 +42,6 @@ pub(super) async fn ask<T: Send + 'static>(
 }
 
 /// Like [`ask`], for a command that is withdrawn if the caller vanishes before the reply.
-///
-/// # Errors
-/// As for [`ask`].
 pub(super) async fn ask_cancellable<T: Send + 'static>(
     engine: &EngineHandle,
     command: impl FnOnce(CancelFlag, Reply<T>) -> Command,

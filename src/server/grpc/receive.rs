@@ -43,7 +43,6 @@ pub(super) const PREFIX_BYTES: usize = 5;
 /// Messages larger than this are checked on the blocking pool, because it takes about a millisecond.
 const INLINE_BYTES: usize = 256 << 10;
 
-/// Receives messages. Clones share the schema of the protocol.
 #[derive(Clone)]
 pub(super) struct MessageReceiver {
     server: ServerState,
@@ -57,10 +56,7 @@ pub(super) struct MessageReceiver {
 struct MessageCharge(Arc<Charge>);
 
 impl MessageReceiver {
-    /// Reads the schema of the protocol from its descriptors.
-    ///
-    /// # Errors
-    /// `Internal` if the descriptors are broken, which tests exclude.
+    /// Fails if the descriptors of the protocol are broken, which tests exclude.
     pub(super) fn new(server: &ServerState) -> Result<Self> {
         let schema = Schema::new(&[pb::DESCRIPTORS, tonic_health::pb::FILE_DESCRIPTOR_SET])?;
         Ok(Self { server: server.clone(), open: Traffic::new(OPEN_BYTES), schema: Arc::new(schema) })
