@@ -81,8 +81,8 @@ impl CancelOnDrop {
         Self { flag: CancelFlag::default(), engine: engine.clone() }
     }
 
-    /// Ends the request at this time with the tokens that it has, unless the returned value is dropped before. In a task
-    /// of its own, because a reply whose client reads nothing is not polled.
+    /// Ends the request at this time with the tokens that it has, unless the returned value is dropped before. In a
+    /// task of its own, because a reply whose client reads nothing is not polled.
     pub(super) fn expire_at(&self, at: std::time::Instant) -> AbortOnDrop<()> {
         let (flag, engine) = (self.flag.clone(), self.engine.clone());
         AbortOnDrop(tokio::spawn(async move {
@@ -130,10 +130,9 @@ impl Deadline {
     /// # Errors
     /// The error of `work`. `DeadlineExceeded` at the deadline, or `Unavailable` once the engine has ended: `work` is
     /// dropped then.
-    pub(super) async fn limit<T>(self, work: impl Future<Output = Result<T>>) -> Result<T> {
-        let server = self.server.clone();
+    pub(super) async fn limit<T>(&self, work: impl Future<Output = Result<T>>) -> Result<T> {
         let engine_ended = async {
-            match server {
+            match &self.server {
                 Some(server) => server.ended().await,
                 None => std::future::pending().await,
             }
@@ -142,7 +141,7 @@ impl Deadline {
             biased;
             result = work => result,
             error = engine_ended => Err(error),
-            () = self.passed() => Err(deadline_exceeded()),
+            () = self.clone().passed() => Err(deadline_exceeded()),
         }
     }
 }

@@ -68,7 +68,7 @@ pub(super) async fn start<M: Send + 'static, W: Writer>(
         // A template that is still rendered must not delay the server's end.
         let (request, mut charge) = tokio::select! {
             biased;
-            parsed = deadline.clone().limit(parse) => parsed?,
+            parsed = deadline.limit(parse) => parsed?,
             error = server.ending() => return Err(error),
         };
         tracing::debug!(request_id = request.request_id, prompts = request.prompts.len(), "request accepted");

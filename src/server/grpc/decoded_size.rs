@@ -53,7 +53,7 @@ struct Field {
     is_repeated: bool,
     /// Whether its message is behind a pointer.
     is_boxed: bool,
-    /// Index of the oneof that the field belongs to. Only one field of a oneof is set at a time.
+    /// Index of the oneof that the field belongs to: only one of its fields is set at a time.
     oneof: Option<i32>,
 }
 
@@ -132,7 +132,7 @@ impl Schema {
         if depth > MAX_DEPTH {
             return Err(broken(name));
         }
-        let (mut sum, mut oneofs) = (0, HashMap::<i32, u64>::new());
+        let mut sums = HashMap::<Option<i32>, u64>::new();
         for field in fields.values() {
             let bytes = match field.kind {
                 _ if field.is_repeated => LIST,
@@ -140,15 +140,10 @@ impl Schema {
                 Kind::Message(inner) => self.struct_bytes(inner, depth + 1)? + TAG,
                 kind => kind.bytes() + TAG,
             };
-            match field.oneof {
-                Some(index) => {
-                    let most = oneofs.entry(index).or_default();
-                    *most = bytes.max(*most);
-                }
-                None => sum += bytes,
-            }
+            let sum = sums.entry(field.oneof).or_default();
+            *sum = if field.oneof.is_some() { bytes.max(*sum) } else { *sum + bytes };
         }
-        Ok(sum + oneofs.values().sum::<u64>())
+        Ok(sums.values().sum())
     }
 
     /// Upper bound on the bytes that an encoded message of the type `input` takes once decoded.

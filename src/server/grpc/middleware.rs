@@ -51,6 +51,7 @@ const METHODS: &[(&str, Role)] = &[
 
 /// How much earlier than tonic's own timer for the same deadline a call is ended, so that the status is ours.
 const HEAD_START: Duration = Duration::from_millis(2);
+
 /// The role that a call of `path` needs. An unknown method needs any token, so that only clients with one learn that it
 /// is unknown.
 pub(super) fn role_of(path: &str) -> Role {
@@ -122,7 +123,7 @@ pub(super) type Answer<T> = tonic::Result<tonic::Response<T>>;
 
 /// The answer of a call: the result of `work`, within the deadline.
 pub(super) async fn answer<T>(deadline: Deadline, work: impl Future<Output = Result<T, Error>>) -> Answer<T> {
-    let result = deadline.clone().limit(work).await.inspect_err(|error| deadline.note(error));
+    let result = deadline.limit(work).await.inspect_err(|error| deadline.note(error));
     result.map(tonic::Response::new).map_err(to_status)
 }
 

@@ -1,6 +1,7 @@
 //! Turns the engine's events into the messages of gRPC replies.
 
 use std::collections::VecDeque;
+use std::iter::once;
 
 use crate::engine::{Completion, Event, Summary, ValidRequest};
 use crate::error::{Error, Result};
@@ -59,8 +60,8 @@ impl GenerateWriter {
             prompt_index,
             token_ids: prompt.to_vec(),
             raw_logprobs: after_first(prompt.len(), logprobs, |t| t.raw)?,
-            top_logprobs: self.if_top(|| tops_after_first(logprobs)),
-            ranks: self.if_top(|| std::iter::once(0).chain(logprobs.iter().map(|t| t.rank)).collect()),
+            top_logprobs: self.if_top(|| once(Default::default()).chain(logprobs.iter().map(top_logprobs)).collect()),
+            ranks: self.if_top(|| once(0).chain(logprobs.iter().map(|t| t.rank)).collect()),
         })
     }
 
@@ -195,7 +196,7 @@ fn after_first(len: usize, rest: &[TokenLogprobs], value: impl Fn(&TokenLogprobs
     if rest.len() + 1 != len {
         return Err(Error::Internal(format!("{} log-probabilities for a sequence of {len} tokens", rest.len())));
     }
-    Ok(std::iter::once(f32::NAN).chain(rest.iter().map(value)).collect())
+    Ok(once(f32::NAN).chain(rest.iter().map(value)).collect())
 }
 
 /// Index of the prompt that the event is about.
@@ -206,10 +207,6 @@ fn prompt_of(event: &Event) -> Option<u32> {
         Event::Completion(completion) => Some(completion.prompt_index),
         Event::Done(_) | Event::Failed(_) => None,
     }
-}
-
-fn tops_after_first(rest: &[TokenLogprobs]) -> Vec<pb::TopLogprobs> {
-    std::iter::once(pb::TopLogprobs::default()).chain(rest.iter().map(top_logprobs)).collect()
 }
 
 fn top_logprobs(token: &TokenLogprobs) -> pb::TopLogprobs {

@@ -36,7 +36,7 @@ const MAX_MESSAGE_BYTES: usize = 8 << 20;
 /// Most bytes that precede the data in an encoded chunk: four keys, two lengths below 2^28, a u32 and a u64.
 const HEAD_BYTES: usize = 4 + 2 * 4 + 5 + 10;
 
-/// The body of an update, among its request's extensions.
+/// The body of an update, among its request's extensions, which threads share.
 #[derive(Clone)]
 struct UpdateBody(Arc<Mutex<Body>>);
 
