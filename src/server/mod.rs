@@ -41,7 +41,7 @@ use crate::memory::{Traffic, trim};
 use crate::observe::{Metrics, Observer};
 use crate::weights::Segments;
 use http::AllowedHosts;
-use listener::{FRAME_BYTES, FrameRoom, Http2Connection, accept_connections};
+use listener::{FRAME_BYTES, FrameRoom, Http2Connection, Listener};
 use security::{Protocol, Security};
 use shutdown::Order;
 use state::{ServerState, Stage, StageSetter};
@@ -309,7 +309,7 @@ fn transport(
     let listen = |port: BoundPort, protocol| {
         let failed = |e| Error::Internal(format!("cannot listen on {}: {e}", port.address));
         let tls = security.tls(protocol);
-        accept_connections(port.listener, max_connections, tls, &server.observer.metrics).map_err(failed)
+        Listener::new(port.listener, max_connections, tls, &server.observer.metrics).map_err(failed)
     };
     let http = http.map(|port| listen(port, Protocol::Http1)).transpose()?;
     let routes = http::router(server, &security.access, hosts, stop.clone());

@@ -7,16 +7,18 @@ use std::convert::Infallible;
 use std::fs::File;
 use std::io;
 use std::net::TcpListener;
+use std::pin::Pin;
 use std::sync::Arc;
+use std::task::{Context, Poll};
 use std::time::Duration;
 
 use tokio::io::BufReader;
 use tokio::net::TcpStream;
-use tokio::sync::mpsc::{self, UnboundedSender};
+use tokio::sync::mpsc::{self, UnboundedReceiver, UnboundedSender};
 use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 use tokio::time::{Instant, sleep, timeout};
 use tokio_rustls::server::TlsStream;
-use tokio_stream::wrappers::UnboundedReceiverStream;
+use tokio_stream::Stream;
 use tokio_util::either::Either;
 
 use super::security::Tls;
@@ -107,36 +109,45 @@ impl LogLimiter {
     }
 }
 
-/// The accepted connections of a port, which closes when this is dropped. It never ends.
-pub(super) type Listener = UnboundedReceiverStream<Accepted>;
+/// Stream of the accepted connections of a port. It never ends, and accepts only while it is polled.
+pub(super) struct Listener {
+    accepting: Pin<Box<dyn Future<Output = Infallible> + Send>>,
+    accepted: UnboundedReceiver<Accepted>,
+}
 
-/// Starts to accept up to `limit` connections at a time. Must be called inside a tokio runtime; fails if the listener
-/// cannot be watched.
-pub(super) fn accept_connections(
-    listener: TcpListener,
-    limit: usize,
-    tls: Option<Tls>,
-    metrics: &Arc<Metrics>,
-) -> io::Result<Listener> {
-    let acceptor = Acceptor {
-        listener: tokio::net::TcpListener::from_std(listener)?,
-        free: Arc::new(Semaphore::new(limit)),
-        limit,
-        metrics: metrics.clone(),
-        handshakes: tls.map(|tls| Handshakes::new(tls, limit)),
-        reserve: reserve(),
-        beyond_limit: LogLimiter::default(),
-        no_descriptor: LogLimiter::default(),
-    };
-    // Needs no limit of its own, because every connection in it has a permit.
-    let (accepted, connections) = mpsc::unbounded_channel();
-    tokio::spawn(async move {
-        tokio::select! {
-            () = accepted.closed() => {}
-            never = acceptor.run(&accepted) => match never {},
-        }
-    });
-    Ok(connections.into())
+impl Listener {
+    /// Starts to accept up to `limit` connections at a time. Must be called inside a tokio runtime; fails if the
+    /// listener cannot be watched.
+    pub(super) fn new(
+        listener: TcpListener,
+        limit: usize,
+        tls: Option<Tls>,
+        metrics: &Arc<Metrics>,
+    ) -> io::Result<Self> {
+        let acceptor = Acceptor {
+            listener: tokio::net::TcpListener::from_std(listener)?,
+            free: Arc::new(Semaphore::new(limit)),
+            limit,
+            metrics: metrics.clone(),
+            handshakes: tls.map(|tls| Handshakes::new(tls, limit)),
+            reserve: reserve(),
+            beyond_limit: LogLimiter::default(),
+            no_descriptor: LogLimiter::default(),
+        };
+        // Needs no limit of its own, because every connection in it has a permit.
+        let (sender, accepted) = mpsc::unbounded_channel();
+        Ok(Self { accepting: Box::pin(acceptor.run(sender)), accepted })
+    }
+}
+
+impl Stream for Listener {
+    type Item = Accepted;
+
+    fn poll_next(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Option<Self::Item>> {
+        // Never ready: it sends the connections.
+        let _ = self.accepting.as_mut().poll(cx);
+        self.accepted.poll_recv(cx)
+    }
 }
 
 /// Accepts the connections of a port.
@@ -155,7 +166,7 @@ struct Acceptor {
 }
 
 impl Acceptor {
-    async fn run(mut self, accepted: &UnboundedSender<Accepted>) -> Infallible {
+    async fn run(mut self, accepted: UnboundedSender<Accepted>) -> Infallible {
         loop {
             if let Some(handshakes) = &mut self.handshakes {
                 handshakes.room().await;
@@ -207,7 +218,32 @@ fn ended_in_the_queue(error: &io::Error) -> bool {
 
 #[cfg(test)]
 mod tests {
+    use tokio::io::AsyncReadExt as _;
+    use tokio_stream::StreamExt as _;
+
     use super::*;
+    use crate::observe::Observer;
+
+    #[tokio::test]
+    async fn a_port_accepts_up_to_its_limit_and_closes_when_it_is_dropped() {
+        let port = TcpListener::bind("127.0.0.1:0").unwrap();
+        port.set_nonblocking(true).unwrap();
+        let address = port.local_addr().unwrap();
+        let mut listener = Listener::new(port, 1, None, &Observer::new().0.metrics).unwrap();
+        let _client = TcpStream::connect(address).await.unwrap();
+        let accepted = listener.next().await;
+        let mut beyond = TcpStream::connect(address).await.unwrap();
+        let read = tokio::select! {
+            read = beyond.read_u8() => read,
+            _ = listener.next() => panic!("one connection is open"),
+        };
+        assert!(read.is_err(), "{read:?}");
+        drop(accepted);
+        let _client = TcpStream::connect(address).await.unwrap();
+        assert!(listener.next().await.is_some(), "there is room again");
+        drop(listener);
+        assert!(TcpStream::connect(address).await.is_err(), "nobody listens any more");
+    }
 
     #[test]
     fn the_limit_leaves_descriptors_to_the_rest_of_the_process() {
