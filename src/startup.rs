@@ -119,7 +119,7 @@ pub fn start(config: &Config, observer: Observer, recorder: Recorder) -> Result<
         observer,
         recorder,
     };
-    let tokenizer = encoder.as_ref().map(|encoder| encoder.tokenizer().clone());
+    let tokenizer = encoder.as_ref().map(|encoder| encoder.tokenizer.clone());
     let engine = Engine::new(executor, scheduler, tokenizer, commands, setup);
     let thread = std::thread::Builder::new().name("engine".into()).spawn(move || engine.run());
     let thread = thread.map_err(|e| Error::Internal(format!("cannot start the engine's thread: {e}")))?;

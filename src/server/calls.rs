@@ -6,10 +6,10 @@ use std::time::Duration;
 
 use bytes::Bytes;
 use tokio::sync::oneshot;
-use tokio::task::JoinHandle;
 use tokio::time::{Instant, sleep_until};
 use tokio_stream::{Stream, StreamExt as _};
 
+use super::AbortOnDrop;
 use super::state::ServerState;
 use crate::engine::{CancelFlag, Command, EngineHandle, Reply};
 use crate::error::{Error, Result};
@@ -24,11 +24,8 @@ const PROGRESS: usize = 1 << 20;
 /// A reply for the engine to call, and the receiver on which its value arrives.
 pub(super) fn reply_channel<T: Send + 'static>() -> (Reply<T>, oneshot::Receiver<T>) {
     let (sender, answer) = oneshot::channel();
-    let reply = move |value| {
-        // Sending fails if the caller has given up.
-        let _ = sender.send(value);
-    };
-    (Box::new(reply), answer)
+    // Sending fails if the caller has given up.
+    (Box::new(move |value| drop(sender.send(value))), answer)
 }
 
 /// Sends a command to the engine and waits for its reply.
@@ -45,9 +42,6 @@ pub(super) async fn ask<T: Send + 'static>(
 }
 
 /// Like [`ask`], for a command that is withdrawn if the caller vanishes before the reply.
-///
-/// # Errors
-/// As for [`ask`].
 pub(super) async fn ask_cancellable<T: Send + 'static>(
     engine: &EngineHandle,
     command: impl FnOnce(CancelFlag, Reply<T>) -> Command,
@@ -87,11 +81,11 @@ impl CancelOnDrop {
         Self { flag: CancelFlag::default(), engine: engine.clone() }
     }
 
-    /// Ends the request at this time with the tokens that it has. In a task of its own, because a reply whose client
-    /// reads nothing is not polled.
-    pub(super) fn expire_at(&self, at: std::time::Instant) -> TimeLimit {
+    /// Ends the request at this time with the tokens that it has, unless the returned value is dropped before. In a
+    /// task of its own, because a reply whose client reads nothing is not polled.
+    pub(super) fn expire_at(&self, at: std::time::Instant) -> AbortOnDrop<()> {
         let (flag, engine) = (self.flag.clone(), self.engine.clone());
-        TimeLimit(tokio::spawn(async move {
+        AbortOnDrop(tokio::spawn(async move {
             sleep_until(at.into()).await;
             engine.expire(&flag);
         }))
@@ -101,15 +95,6 @@ impl CancelOnDrop {
 impl Drop for CancelOnDrop {
     fn drop(&mut self) {
         self.engine.cancel(&self.flag);
-    }
-}
-
-/// The end of a request's time, unless it is dropped before.
-pub(super) struct TimeLimit(JoinHandle<()>);
-
-impl Drop for TimeLimit {
-    fn drop(&mut self) {
-        self.0.abort();
     }
 }
 
@@ -145,10 +130,9 @@ impl Deadline {
     /// # Errors
     /// The error of `work`. `DeadlineExceeded` at the deadline, or `Unavailable` once the engine has ended: `work` is
     /// dropped then.
-    pub(super) async fn limit<T>(self, work: impl Future<Output = Result<T>>) -> Result<T> {
-        let server = self.server.clone();
+    pub(super) async fn limit<T>(&self, work: impl Future<Output = Result<T>>) -> Result<T> {
         let engine_ended = async {
-            match server {
+            match &self.server {
                 Some(server) => server.ended().await,
                 None => std::future::pending().await,
             }
@@ -157,7 +141,7 @@ impl Deadline {
             biased;
             result = work => result,
             error = engine_ended => Err(error),
-            () = self.passed() => Err(deadline_exceeded()),
+            () = self.clone().passed() => Err(deadline_exceeded()),
         }
     }
 }

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use crate::error::{Error, Result};
 use crate::grammar::GrammarCompiler;
 use crate::memory::{Charge, Traffic};
-use crate::text::{ChatTemplate, Conversation, Tokenizer, ToolFormat};
+use crate::text::{ChatTemplate, Conversation, Tokenizer};
 use crate::types::TokenId;
 
 /// Most bytes that encoding takes for a byte of text. Random letters, each of them a token, took 250.
@@ -13,9 +13,10 @@ const ENCODING: u64 = 256;
 
 /// The model's tokenizer and, if the model has one, its chat template.
 pub struct PromptEncoder {
-    tokenizer: Arc<Tokenizer>,
-    chat_template: Option<ChatTemplate>,
-    grammars: GrammarCompiler,
+    pub tokenizer: Arc<Tokenizer>,
+    pub(super) chat_template: Option<ChatTemplate>,
+    /// Compiles the grammars of structured output.
+    pub(super) grammars: GrammarCompiler,
 }
 
 impl PromptEncoder {
@@ -26,30 +27,6 @@ impl PromptEncoder {
     /// Compiles the grammar of JSON objects, for a model with `logits` logits in a row.
     pub fn prepare_grammars(&self, logits: usize) {
         self.grammars.prepare(logits);
-    }
-
-    pub fn tokenizer(&self) -> &Arc<Tokenizer> {
-        &self.tokenizer
-    }
-
-    /// The compiler of grammars for structured output.
-    pub(super) fn grammars(&self) -> &GrammarCompiler {
-        &self.grammars
-    }
-
-    pub(super) fn has_chat_template(&self) -> bool {
-        self.chat_template.is_some()
-    }
-
-    /// The format in which the model writes calls of tools; None if that is not known.
-    pub(super) fn tool_format(&self) -> Option<ToolFormat> {
-        self.chat_template.as_ref().and_then(ChatTemplate::tool_format)
-    }
-
-    /// Most bytes of text that one token can stand for: a text of n times as many bytes has at least n tokens. None if
-    /// there is no bound.
-    pub(super) fn max_bytes_per_token(&self) -> Option<usize> {
-        self.tokenizer.max_bytes_per_token()
     }
 
     /// The ids of `text`, with the tokenizer's special tokens if `add_special`. A text that certainly does not fit the
@@ -65,7 +42,7 @@ impl PromptEncoder {
         max_tokens: usize,
         charge: &mut Charge,
     ) -> Result<Vec<TokenId>> {
-        if let Some(longest) = self.max_bytes_per_token().filter(|&b| text.len() / b > max_tokens) {
+        if let Some(longest) = self.tokenizer.max_bytes_per_token().filter(|&b| text.len() / b > max_tokens) {
             let message = format!(
                 "{} bytes of text cannot fit in the context of {max_tokens} tokens, of which none stands for more than \
                  {longest} bytes; shorten it",
@@ -82,10 +59,9 @@ impl PromptEncoder {
     /// # Errors
     /// `InvalidArgument` for the field `path`; `ResourceExhausted` if there is no room for the text now.
     pub(super) fn render(&self, path: &str, conversation: Conversation, traffic: &Traffic) -> Result<(String, Charge)> {
-        let template = self
-            .chat_template
-            .as_ref()
-            .ok_or_else(|| Error::invalid(path, "this model has no chat template; give text or token ids"))?;
+        let Some(template) = &self.chat_template else {
+            return Err(Error::invalid(path, "this model has no chat template; give text or token ids"));
+        };
         template.render(conversation, traffic).map_err(|e| at(path, e))
     }
 }

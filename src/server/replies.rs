@@ -9,7 +9,8 @@ use std::task::{Context, Poll, ready};
 use tokio::sync::mpsc;
 use tokio_stream::Stream;
 
-use super::calls::{CancelOnDrop, TimeLimit, deadline_exceeded, engine_gone};
+use super::AbortOnDrop;
+use super::calls::{CancelOnDrop, deadline_exceeded, engine_gone};
 use super::state::{InFlight, ServerState, ServingContext, shutting_down};
 use crate::engine::{EngineHandle, Event, Responder, Summary};
 use crate::error::{Error, Result};
@@ -56,30 +57,22 @@ impl Events {
     }
 }
 
-/// The progress of a request after an event.
-#[derive(Debug)]
-pub(super) enum Progress {
-    More,
-    /// The reply is complete.
-    Done,
-    /// The reply ends here, with this error as its status.
-    Failed(Error),
-}
-
 /// Turns the events of one request into the messages of its reply.
 pub(super) trait Writer: Send + Unpin {
     type Message: Send + Unpin;
 
-    fn request_id(&self) -> &str;
-
-    /// Appends the messages for `event` to `out`.
-    fn write(&mut self, event: Event, out: &mut VecDeque<Self::Message>) -> Progress;
+    /// Appends the messages for `event` to `out`. Returns the summary once the reply is complete.
+    ///
+    /// # Errors
+    /// The error that ends the reply, as its status.
+    fn write(&mut self, event: Event, out: &mut VecDeque<Self::Message>) -> Result<Option<Summary>>;
 }
 
 /// The reply of one request. It ends after the last message, or with an error.
 pub(super) struct ReplyStream<W: Writer> {
     pub(super) events: Events,
     pub(super) writer: W,
+    pub(super) request_id: String,
     /// Messages that have been made and not yet sent.
     pub(super) messages: VecDeque<W::Message>,
     pub(super) deadline: Pin<Box<dyn Future<Output = ()> + Send>>,
@@ -89,16 +82,16 @@ pub(super) struct ReplyStream<W: Writer> {
     pub(super) server: ServerState,
     /// Held until the reply ends: dropping them cancels the request, and gives back the bytes of its prompts, which the
     /// writer may hold to the end.
-    pub(super) _guards: (CancelOnDrop, InFlight, Charge, Option<TimeLimit>),
+    pub(super) _guards: (CancelOnDrop, InFlight, Charge, Option<AbortOnDrop<()>>),
 }
 
 impl<W: Writer> ReplyStream<W> {
     fn fail(&mut self, error: Error) -> Poll<Option<Result<W::Message>>> {
         self.ended = true;
         self.messages.clear();
-        self.server.observer.journal.error(&error, Some(self.writer.request_id()));
+        self.server.observer.journal.error(&error, Some(&self.request_id));
         tracing::info!(
-            request_id = self.writer.request_id(),
+            request_id = self.request_id,
             prompts = self.prompts,
             samples = self.samples,
             "request failed: {error}",
@@ -108,7 +101,7 @@ impl<W: Writer> ReplyStream<W> {
 
     fn log_summary(&self, s: &Summary) {
         tracing::info!(
-            request_id = self.writer.request_id(),
+            request_id = self.request_id,
             prompts = self.prompts,
             samples = self.samples,
             prompt_tokens = s.prompt_tokens,
@@ -140,15 +133,14 @@ impl<W: Writer> Stream for ReplyStream<W> {
             let Some(event) = ready!(this.events.poll_next(cx)) else {
                 return this.fail(engine_gone());
             };
-            let summary = if let Event::Done(summary) = &event { Some(summary.clone()) } else { None };
             match this.writer.write(event, &mut this.messages) {
-                Progress::More => {}
-                Progress::Done => {
+                Ok(None) => {}
+                Ok(Some(summary)) => {
                     this.ended = true;
-                    summary.iter().for_each(|summary| this.log_summary(summary));
+                    this.log_summary(&summary);
                 }
-                Progress::Failed(Error::Aborted(_)) if this.server.is_ending() => return this.fail(shutting_down()),
-                Progress::Failed(error) => return this.fail(error),
+                Err(Error::Aborted(_)) if this.server.is_ending() => return this.fail(shutting_down()),
+                Err(error) => return this.fail(error),
             }
         }
     }

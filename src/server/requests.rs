@@ -19,10 +19,8 @@ pub(super) const INLINE_PARSE_BYTES: usize = 8 << 10;
 /// A Generate or Score that was received, and is not checked yet.
 pub(super) struct ReceivedRequest<M> {
     pub(super) message: M,
-    /// Whether checking it takes long even if it is short.
+    /// Whether checking it takes long.
     pub(super) takes_long: bool,
-    /// Size of the message in bytes, as it came.
-    pub(super) bytes: usize,
     /// Covers the message.
     pub(super) charge: Charge,
     pub(super) deadline: Deadline,
@@ -30,10 +28,11 @@ pub(super) struct ReceivedRequest<M> {
     pub(super) owner: Option<Owner>,
 }
 
-/// Whether checking a request takes long even if it is short: a grammar is compiled, or a chat is rendered.
-pub(super) fn takes_long(request: &pb::GenerateRequest) -> bool {
+/// Whether checking a request of `bytes` bytes takes long: it is large, a grammar is compiled, or a chat is rendered.
+pub(super) fn takes_long(request: &pb::GenerateRequest, bytes: usize) -> bool {
     let own = request.prompts.iter().filter_map(|prompt| prompt.sampling.as_deref());
-    request.sampling.iter().chain(own).any(|sampling| sampling.structured_outputs.is_some())
+    bytes > INLINE_PARSE_BYTES
+        || request.sampling.iter().chain(own).any(|sampling| sampling.structured_outputs.is_some())
         || request.prompts.iter().any(is_chat)
 }
 
@@ -59,8 +58,8 @@ pub(super) async fn start<M: Send + 'static, W: Writer>(
         let arrived = Instant::now();
         let (context, in_flight) = server.admit()?;
         let model = context.model.clone();
-        let ReceivedRequest { message, takes_long, bytes, mut charge, deadline, owner } = received;
-        let parse = off_thread(takes_long, bytes, move || {
+        let ReceivedRequest { message, takes_long, mut charge, deadline, owner } = received;
+        let parse = off_thread(takes_long, move || {
             let request = convert(message, &model, &mut charge)?;
             // The charge, which has covered the message, covers the parsed request from here on.
             charge.set(request.bytes() + request.prompt_bytes())?;
@@ -69,11 +68,11 @@ pub(super) async fn start<M: Send + 'static, W: Writer>(
         // A template that is still rendered must not delay the server's end.
         let (request, mut charge) = tokio::select! {
             biased;
-            parsed = deadline.clone().limit(parse) => parsed?,
+            parsed = deadline.limit(parse) => parsed?,
             error = server.ending() => return Err(error),
         };
         tracing::debug!(request_id = request.request_id, prompts = request.prompts.len(), "request accepted");
-        let (prompts, samples) = (request.prompts.len(), request.num_samples());
+        let (request_id, prompts, samples) = (request.request_id.clone(), request.prompts.len(), request.num_samples());
         let writer = writer(&request);
         let prompts_charge = charge.split(request.prompt_bytes());
         let (responder, backlog, events) = event_channel(&context);
@@ -85,6 +84,7 @@ pub(super) async fn start<M: Send + 'static, W: Writer>(
         Ok(ReplyStream {
             events,
             writer,
+            request_id,
             messages: VecDeque::new(),
             deadline: Box::pin(deadline.passed()),
             ended: false,
@@ -98,13 +98,12 @@ pub(super) async fn start<M: Send + 'static, W: Writer>(
     started.inspect_err(|error| server.observer.metrics.request_failed(error))
 }
 
-/// The result of parsing `bytes` bytes, on the blocking pool if they are many or if it takes long.
+/// The result of parsing a request, on the blocking pool if that takes long.
 pub(super) async fn off_thread<T: Send + 'static>(
     takes_long: bool,
-    bytes: usize,
     parse: impl FnOnce() -> Result<T> + Send + 'static,
 ) -> Result<T> {
-    if !takes_long && bytes <= INLINE_PARSE_BYTES {
+    if !takes_long {
         return parse();
     }
     let parsed = tokio::task::spawn_blocking(parse).await;

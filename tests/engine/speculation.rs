@@ -116,7 +116,7 @@ fn check_drafts(model: &str, flags: &[&str]) {
 #[test]
 fn tokens_behind_a_stop_string_are_dropped() {
     let [without, with] = [&["--speculation", "off"][..], &[]].map(|flags| Engine::start("llama-tied", flags));
-    let tokenizer = with.context().model.encoder.as_ref().expect("the fixture has a tokenizer").tokenizer().clone();
+    let tokenizer = with.context().model.encoder.as_ref().expect("the fixture has a tokenizer").tokenizer.clone();
     let greedy = SamplingParams { max_tokens: 60, temperature: 0.0, ..Default::default() };
     let mut dropped = 0;
     for mut prompt in prompts() {

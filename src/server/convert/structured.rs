@@ -47,7 +47,7 @@ pub(super) fn requested(
     let encoder = encoder(model)?;
     let (name, source) = source(given)?;
     // Special tokens have no text, so no grammar can ask for them; others are allowed where their text is.
-    let stops = params.stop_token_ids.iter().filter(|token| encoder.tokenizer().is_special(**token));
+    let stops = params.stop_token_ids.iter().filter(|token| encoder.tokenizer.is_special(**token));
     let ends = params.eos_token_ids.iter().chain(stops).copied().collect();
     Ok(RequestedGrammar { name, source, ends })
 }
@@ -61,7 +61,7 @@ impl RequestedGrammar {
     /// # Errors
     /// `InvalidArgument` with the path of the field; `ResourceExhausted` if too many grammars are being compiled.
     pub(super) fn compile(&self, model: &ModelFacts) -> Result<Grammar> {
-        let grammars = encoder(model)?.grammars();
+        let grammars = &encoder(model)?.grammars;
         grammars.compile(&self.source, model.vocab_size, &self.ends).map_err(|error| match error {
             Error::InvalidArgument { message, .. } => Error::invalid(self.field(), message),
             other => other,

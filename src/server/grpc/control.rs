@@ -110,7 +110,7 @@ fn info_response(context: &ServingContext) -> pb::GetInfoResponse {
         parameters: info.parameters,
         kernel: info.kernel.clone(),
         has_tokenizer: model.encoder.is_some(),
-        has_chat_template: model.encoder.as_ref().is_some_and(|e| e.has_chat_template()),
+        has_chat_template: model.encoder.as_ref().is_some_and(|e| e.chat_template.is_some()),
         max_adapters: count(info.max_adapters),
         max_lora_rank: count(info.max_lora_rank),
         device_uuids: info.device_uuids.clone(),

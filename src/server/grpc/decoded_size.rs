@@ -5,7 +5,7 @@
 //! Tests: `test_a_chat_of_eight_million_messages` in `clients/python/tests/test_memory_ceiling.py`, and
 //! `receive/tests.rs`, which compares with prost.
 
-use std::collections::HashMap;
+use std::collections::{BTreeMap, HashMap};
 
 use prost::Message as _;
 use prost::encoding::decode_varint;
@@ -39,20 +39,21 @@ pub(super) struct Schema {
 struct MessageType {
     /// Full name, such as `rollout.v1.Prompt`.
     name: String,
-    /// Fields in ascending order of their numbers.
-    fields: Vec<Field>,
+    /// Fields by their numbers.
+    fields: BTreeMap<u32, Field>,
+    /// Whether it is an entry of a map: a message of a key and a value.
+    is_entry: bool,
     /// Upper bound on the bytes of the decoded message itself, without the memory that its fields point to.
     bytes: u64,
 }
 
 struct Field {
-    number: u32,
     name: String,
     kind: Kind,
     is_repeated: bool,
     /// Whether its message is behind a pointer.
     is_boxed: bool,
-    /// Index of the oneof that the field belongs to. Only one field of a oneof is set at a time.
+    /// Index of the oneof that the field belongs to: only one of its fields is set at a time.
     oneof: Option<i32>,
 }
 
@@ -60,45 +61,62 @@ struct Field {
 enum Kind {
     /// A varint, with the bytes that its value takes in memory.
     Varint(u64),
-    Fixed32,
-    Fixed64,
+    /// A number of as many bytes.
+    Fixed(u64),
     Text,
     Bytes,
     /// A message, by its index.
     Message(usize),
-    /// An entry of a map: a message of a key and a value.
-    Entry(usize),
 }
 
 /// Value of a field as encoded.
 enum Value<'a> {
     Varint,
-    Fixed32,
-    Fixed64,
+    /// A number of as many bytes.
+    Fixed(u64),
     Delimited(&'a [u8]),
 }
 
-/// Why a message is malformed, and the path of the field, the innermost first.
-struct Flaw {
-    path: Vec<String>,
-    reason: &'static str,
-}
-
-impl From<&'static str> for Flaw {
-    fn from(reason: &'static str) -> Self {
-        Self { path: Vec::new(), reason }
-    }
-}
+/// A part of a message, or why the message is malformed.
+type Parsed<T> = std::result::Result<T, &'static str>;
 
 impl Schema {
-    /// Builds the schema from encoded descriptor sets, each of which is complete in itself.
+    /// Builds the schema from encoded descriptor sets.
     ///
     /// # Errors
-    /// `Internal` if a set cannot be decoded, or names a message that it does not contain.
+    /// `Internal` if a set cannot be decoded, or names a message that none contains.
     pub(super) fn new(sets: &[&[u8]]) -> Result<Self> {
-        let mut schema = Self { messages: Vec::new(), inputs: HashMap::new() };
+        let (mut files, mut found) = (Vec::new(), Vec::new());
         for set in sets {
-            schema.add(&FileDescriptorSet::decode(*set).map_err(|e| broken(&e.to_string()))?)?;
+            files.extend(FileDescriptorSet::decode(*set).map_err(|e| broken(&e.to_string()))?.file);
+        }
+        for file in &files {
+            collect(&format!(".{}", file.package()), &file.message_type, &mut found);
+        }
+        let index: HashMap<&str, usize> = found.iter().enumerate().map(|(i, (name, _))| (name.as_str(), i)).collect();
+        let index_of = |name: &str| index.get(name).copied().ok_or_else(|| broken(name));
+        let mut schema = Self { messages: Vec::new(), inputs: HashMap::new() };
+        for (name, message) in &found {
+            let numbered = |field: &FieldDescriptorProto| {
+                Field::new(name, field, index_of).map(|read| (field.number().unsigned_abs(), read))
+            };
+            schema.messages.push(MessageType {
+                name: name.trim_start_matches('.').into(),
+                fields: message.field.iter().map(numbered).collect::<Result<_>>()?,
+                is_entry: message.options.as_ref().is_some_and(|options| options.map_entry()),
+                bytes: 0,
+            });
+        }
+        for i in 0..schema.messages.len() {
+            schema.messages[i].bytes = schema.struct_bytes(i, 0)?;
+        }
+        for file in &files {
+            for service in &file.service {
+                for method in service.method.iter().filter(|m| !m.client_streaming()) {
+                    let path = format!("/{}.{}/{}", file.package(), service.name(), method.name());
+                    schema.inputs.insert(path, index_of(method.input_type())?);
+                }
+            }
         }
         Ok(schema)
     }
@@ -108,62 +126,24 @@ impl Schema {
         self.inputs.get(path).copied()
     }
 
-    fn add(&mut self, set: &FileDescriptorSet) -> Result<()> {
-        let (mut found, first) = (Vec::new(), self.messages.len());
-        for file in &set.file {
-            collect(&format!(".{}", file.package()), &file.message_type, &mut found);
-        }
-        let index: HashMap<&str, usize> = (first..).zip(&found).map(|(i, (name, _))| (name.as_str(), i)).collect();
-        let is_entry: Vec<bool> =
-            found.iter().map(|(_, message)| message.options.as_ref().is_some_and(|o| o.map_entry())).collect();
-        let message_kind = |name: &str| -> Result<Kind> {
-            let i = *index.get(name).ok_or_else(|| broken(name))?;
-            Ok(if is_entry[i - first] { Kind::Entry(i) } else { Kind::Message(i) })
-        };
-        for (name, message) in &found {
-            let fields = message.field.iter().map(|field| Field::new(name, field, message_kind));
-            let mut fields: Vec<_> = fields.collect::<Result<_>>()?;
-            fields.sort_by_key(|f| f.number);
-            self.messages.push(MessageType { name: name.trim_start_matches('.').into(), fields, bytes: 0 });
-        }
-        for i in first..self.messages.len() {
-            self.messages[i].bytes = self.struct_bytes(i, 0)?;
-        }
-        for file in &set.file {
-            for service in &file.service {
-                for method in service.method.iter().filter(|m| !m.client_streaming()) {
-                    let path = format!("/{}.{}/{}", file.package(), service.name(), method.name());
-                    let input = index.get(method.input_type()).ok_or_else(|| broken(method.input_type()))?;
-                    self.inputs.insert(path, *input);
-                }
-            }
-        }
-        Ok(())
-    }
-
     /// Bytes of a decoded message, with the messages in its fields, which prost stores inline.
     fn struct_bytes(&self, message: usize, depth: usize) -> Result<u64> {
         let MessageType { name, fields, .. } = &self.messages[message];
         if depth > MAX_DEPTH {
             return Err(broken(name));
         }
-        let (mut sum, mut oneofs) = (0, HashMap::<i32, u64>::new());
-        for field in fields {
+        let mut sums = HashMap::<Option<i32>, u64>::new();
+        for field in fields.values() {
             let bytes = match field.kind {
                 _ if field.is_repeated => LIST,
                 Kind::Message(_) if field.is_boxed => TAG,
                 Kind::Message(inner) => self.struct_bytes(inner, depth + 1)? + TAG,
                 kind => kind.bytes() + TAG,
             };
-            match field.oneof {
-                Some(index) => {
-                    let most = oneofs.entry(index).or_default();
-                    *most = bytes.max(*most);
-                }
-                None => sum += bytes,
-            }
+            let sum = sums.entry(field.oneof).or_default();
+            *sum = if field.oneof.is_some() { bytes.max(*sum) } else { *sum + bytes };
         }
-        Ok(sum + oneofs.values().sum::<u64>())
+        Ok(sums.values().sum())
     }
 
     /// Upper bound on the bytes that an encoded message of the type `input` takes once decoded.
@@ -172,74 +152,71 @@ impl Schema {
     /// `InvalidArgument` with the field where the message is malformed.
     pub(super) fn decoded_bytes(&self, input: usize, message: &[u8]) -> Result<u64> {
         let MessageType { name, bytes, .. } = &self.messages[input];
-        match self.heap_bytes(input, message) {
-            Ok(heap) => Ok(bytes.saturating_add(heap)),
-            Err(Flaw { mut path, reason }) => {
-                path.reverse();
-                let at = if path.is_empty() { String::new() } else { format!(" at {}", path.join(".")) };
-                Err(Error::invalid("request", format!("is not a {name}: {reason}{at}")))
-            }
-        }
+        let mut path = Vec::new();
+        let heap = self.heap_bytes(input, message, &mut path).map_err(|reason| {
+            let at = if path.is_empty() { String::new() } else { format!(" at {}", path.join(".")) };
+            Error::invalid("request", format!("is not a {name}: {reason}{at}"))
+        })?;
+        Ok(bytes.saturating_add(heap))
     }
 
-    /// Bytes of everything that the fields of a message point to.
-    fn heap_bytes(&self, message: usize, mut rest: &[u8]) -> std::result::Result<u64, Flaw> {
-        let (mut heap, fields) = (0u64, &self.messages[message].fields);
+    /// Bytes of everything that the fields of a message point to. If the message is malformed, `path` ends as the path
+    /// of the field.
+    fn heap_bytes<'a>(&'a self, message: usize, mut rest: &[u8], path: &mut Vec<&'a str>) -> Parsed<u64> {
+        let mut heap = 0u64;
         while !rest.is_empty() {
             let (number, value) = next_field(&mut rest)?;
-            let Ok(found) = fields.binary_search_by_key(&number, |field| field.number) else { continue };
-            let bytes = self.field_bytes(&fields[found], value).map_err(|mut flaw| {
-                flaw.path.push(fields[found].name.clone());
-                flaw
-            })?;
-            heap = heap.saturating_add(bytes);
+            let Some(field) = self.messages[message].fields.get(&number) else { continue };
+            path.push(&field.name);
+            heap = heap.saturating_add(self.field_bytes(field, value, path)?);
+            path.pop();
         }
         Ok(heap)
     }
 
-    fn field_bytes(&self, field: &Field, value: Value<'_>) -> std::result::Result<u64, Flaw> {
+    fn field_bytes<'a>(&'a self, field: &Field, value: Value<'_>, path: &mut Vec<&'a str>) -> Parsed<u64> {
         let listed = |bytes: u64| if field.is_repeated { bytes.saturating_mul(GROWTH) } else { 0 };
         match (field.kind, value) {
-            (Kind::Varint(_), Value::Varint) | (Kind::Fixed32, Value::Fixed32) | (Kind::Fixed64, Value::Fixed64) => {
+            (Kind::Varint(_), Value::Varint)
+            | (Kind::Fixed(4), Value::Fixed(4))
+            | (Kind::Fixed(8), Value::Fixed(8)) => {
                 Ok(if field.is_repeated { listed(field.kind.bytes()) + BLOCK } else { 0 })
             }
-            (Kind::Varint(_) | Kind::Fixed32 | Kind::Fixed64, Value::Delimited(packed)) if field.is_repeated => {
+            (Kind::Varint(_) | Kind::Fixed(_), Value::Delimited(packed)) if field.is_repeated => {
                 Ok(listed(packed_values(field.kind, packed)? * field.kind.bytes()) + BLOCK)
             }
-            (Kind::Text, Value::Delimited(text)) if std::str::from_utf8(text).is_err() => {
-                Err("the text is not UTF-8".into())
-            }
+            (Kind::Text, Value::Delimited(text)) if std::str::from_utf8(text).is_err() => Err("the text is not UTF-8"),
             (Kind::Text | Kind::Bytes, Value::Delimited(bytes)) => {
                 Ok(listed(field.kind.bytes()) + bytes.len() as u64 + BLOCK)
             }
             (Kind::Message(inner), Value::Delimited(message)) => {
-                let own = self.messages[inner].bytes;
-                let pointed = if field.is_boxed { own + BLOCK } else { listed(own) };
-                Ok(pointed.saturating_add(self.heap_bytes(inner, message)?))
+                let MessageType { bytes, is_entry, .. } = self.messages[inner];
+                let own = match (field.is_boxed, is_entry) {
+                    (true, _) => bytes + BLOCK,
+                    (_, true) => bytes + ENTRY,
+                    _ => listed(bytes),
+                };
+                Ok(own.saturating_add(self.heap_bytes(inner, message, path)?))
             }
-            (Kind::Entry(entry), Value::Delimited(message)) => {
-                Ok((self.messages[entry].bytes + ENTRY).saturating_add(self.heap_bytes(entry, message)?))
-            }
-            _ => Err("the field has another wire type".into()),
+            _ => Err("the field has another wire type"),
         }
     }
 }
 
 impl Field {
-    fn new(message: &str, field: &FieldDescriptorProto, message_kind: impl Fn(&str) -> Result<Kind>) -> Result<Self> {
+    fn new(message: &str, field: &FieldDescriptorProto, index_of: impl Fn(&str) -> Result<usize>) -> Result<Self> {
         let kind = match field.r#type() {
             Type::Bool => Kind::Varint(1),
             Type::Int32 | Type::Uint32 | Type::Sint32 | Type::Enum => Kind::Varint(4),
             Type::Int64 | Type::Uint64 | Type::Sint64 => Kind::Varint(8),
-            Type::Float | Type::Fixed32 | Type::Sfixed32 => Kind::Fixed32,
-            Type::Double | Type::Fixed64 | Type::Sfixed64 => Kind::Fixed64,
+            Type::Float | Type::Fixed32 | Type::Sfixed32 => Kind::Fixed(4),
+            Type::Double | Type::Fixed64 | Type::Sfixed64 => Kind::Fixed(8),
             Type::String => Kind::Text,
             Type::Bytes => Kind::Bytes,
-            Type::Message => message_kind(field.type_name())?,
+            Type::Message => Kind::Message(index_of(field.type_name())?),
             Type::Group => return Err(broken(field.name())),
         };
         Ok(Self {
-            number: field.number().unsigned_abs(),
             name: field.name().into(),
             kind,
             is_repeated: field.label() == Label::Repeated,
@@ -254,12 +231,10 @@ impl Kind {
     /// Bytes of one value within the message or list that holds it. For a message see [`MessageType::bytes`].
     fn bytes(self) -> u64 {
         match self {
-            Kind::Varint(bytes) => bytes,
-            Kind::Fixed32 => 4,
-            Kind::Fixed64 => 8,
+            Kind::Varint(bytes) | Kind::Fixed(bytes) => bytes,
             Kind::Text => 24,
             Kind::Bytes => 32,
-            Kind::Message(_) | Kind::Entry(_) => 0,
+            Kind::Message(_) => 0,
         }
     }
 }
@@ -278,16 +253,16 @@ fn broken(name: &str) -> Error {
 }
 
 /// Reads the number and value of the next field.
-fn next_field<'a>(rest: &mut &'a [u8]) -> std::result::Result<(u32, Value<'a>), &'static str> {
+fn next_field<'a>(rest: &mut &'a [u8]) -> Parsed<(u32, Value<'a>)> {
     let key = u32::try_from(varint(rest)?).map_err(|_| "a field's key is too large")?;
     let value = match key & 7 {
         0 => varint(rest).map(|_| Value::Varint)?,
-        1 => take(rest, 8).map(|_| Value::Fixed64)?,
+        1 => take(rest, 8).map(|_| Value::Fixed(8))?,
         2 => {
             let len = varint(rest)?;
             Value::Delimited(take(rest, usize::try_from(len).unwrap_or(usize::MAX))?)
         }
-        5 => take(rest, 4).map(|_| Value::Fixed32)?,
+        5 => take(rest, 4).map(|_| Value::Fixed(4))?,
         3 | 4 => return Err("groups are not supported"),
         _ => return Err("a field has an unknown wire type"),
     };
@@ -295,7 +270,7 @@ fn next_field<'a>(rest: &mut &'a [u8]) -> std::result::Result<(u32, Value<'a>), 
 }
 
 /// Number of values in a packed field.
-fn packed_values(kind: Kind, mut packed: &[u8]) -> std::result::Result<u64, &'static str> {
+fn packed_values(kind: Kind, mut packed: &[u8]) -> Parsed<u64> {
     if let Kind::Varint(_) = kind {
         let mut values = 0;
         while !packed.is_empty() {
@@ -308,11 +283,11 @@ fn packed_values(kind: Kind, mut packed: &[u8]) -> std::result::Result<u64, &'st
     if length.is_multiple_of(size) { Ok(length / size) } else { Err("a packed value is cut") }
 }
 
-fn varint(rest: &mut &[u8]) -> std::result::Result<u64, &'static str> {
+fn varint(rest: &mut &[u8]) -> Parsed<u64> {
     decode_varint(rest).map_err(|_| "a number is cut or too long")
 }
 
-fn take<'a>(rest: &mut &'a [u8], bytes: usize) -> std::result::Result<&'a [u8], &'static str> {
+fn take<'a>(rest: &mut &'a [u8], bytes: usize) -> Parsed<&'a [u8]> {
     let (taken, left) = rest.split_at_checked(bytes).ok_or("a value is cut")?;
     *rest = left;
     Ok(taken)

@@ -13,15 +13,13 @@ mod update_stream;
 mod weights;
 
 use axum::Router;
-use axum::middleware::from_fn_with_state;
-use axum::routing::post;
+use axum::middleware::{from_fn, from_fn_with_state};
 use tonic::service::Routes;
 use tonic_health::pb::health_server::{Health, HealthServer};
 
 use self::control::ControlService;
 use self::receive::{MAX_LARGE_BYTES, MessageReceiver};
 use self::rollout::RolloutService;
-use self::update_stream::UpdateReceiver;
 use self::weights::WeightsService;
 use super::pb;
 use super::pb::control_server::ControlServer;
@@ -62,11 +60,10 @@ pub(super) fn routes(server: &ServerState, access: &Access, health: HealthServer
 fn services(server: &ServerState) -> Router {
     let rollout = RolloutServer::new(RolloutService::new(server.clone()));
     let weights = WeightsServer::new(WeightsService::new(server.clone()));
-    let updates = post(update_stream::update).with_state(UpdateReceiver::new(server));
     // tonic's default limit of 4 MiB is enough for the other services.
     Routes::new(rollout.max_decoding_message_size(MAX_LARGE_BYTES))
         .add_service(weights)
         .add_service(ControlServer::new(ControlService::new(server.clone())))
         .into_axum_router()
-        .route("/rollout.v1.Weights/Update", updates)
+        .layer(from_fn(update_stream::set_body_aside))
 }

@@ -5,6 +5,7 @@
 //!
 //! Tests: `test_64_requests_that_never_end` and its neighbours in `clients/python/tests/test_memory_ceiling.py`.
 
+use std::convert::Infallible;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -12,7 +13,7 @@ use axum::body::Body;
 use axum::extract::{Request, State};
 use axum::middleware::Next;
 use axum::response::Response;
-use bytes::Bytes;
+use bytes::{Buf as _, Bytes};
 use tokio_stream::Stream;
 
 use super::decoded_size::Schema;
@@ -21,6 +22,7 @@ use super::status::to_status;
 use crate::error::{Error, Result};
 use crate::memory::{Charge, Traffic};
 use crate::server::calls::{Deadline, STALL_TIMEOUT, receive};
+use crate::server::requests::off_thread;
 use crate::server::security::Role;
 use crate::server::{ServerState, pb};
 
@@ -37,11 +39,10 @@ const OPEN_BYTES: u64 = 16 << 20;
 /// The methods that take large messages.
 const LARGE: [&str; 2] = ["/rollout.v1.Rollout/Generate", "/rollout.v1.Rollout/Score"];
 /// Length of gRPC's prefix of each message: a compression flag and four bytes of length.
-const PREFIX_BYTES: usize = 5;
+pub(super) const PREFIX_BYTES: usize = 5;
 /// Messages larger than this are checked on the blocking pool, because it takes about a millisecond.
 const INLINE_BYTES: usize = 256 << 10;
 
-/// Receives messages. Clones share the schema of the protocol.
 #[derive(Clone)]
 pub(super) struct MessageReceiver {
     server: ServerState,
@@ -55,10 +56,7 @@ pub(super) struct MessageReceiver {
 struct MessageCharge(Arc<Charge>);
 
 impl MessageReceiver {
-    /// Reads the schema of the protocol from its descriptors.
-    ///
-    /// # Errors
-    /// `Internal` if the descriptors are broken, which tests exclude.
+    /// Fails if the descriptors of the protocol are broken, which tests exclude.
     pub(super) fn new(server: &ServerState) -> Result<Self> {
         let schema = Schema::new(&[pb::DESCRIPTORS, tonic_health::pb::FILE_DESCRIPTOR_SET])?;
         Ok(Self { server: server.clone(), open: Traffic::new(OPEN_BYTES), schema: Arc::new(schema) })
@@ -81,13 +79,20 @@ pub(super) async fn receive_message(State(receiver): State<MessageReceiver>, req
     let (mut head, body) = request.into_parts();
     let deadline = head.extensions.get::<Deadline>().cloned().unwrap_or_default();
     let message = async {
-        let (message, charge) = gather(body.into_data_stream(), &traffic, max_bytes, STALL_TIMEOUT).await?;
-        charge_decoded(&message, charge, receiver.schema, input).await.map(|charge| (message, charge))
+        let (framed, mut charge) = gather(body.into_data_stream(), &traffic, max_bytes, STALL_TIMEOUT).await?;
+        let message = framed.slice(PREFIX_BYTES..);
+        let length = message.len();
+        let decoded = off_thread(length > INLINE_BYTES, move || receiver.schema.decoded_bytes(input, &message)).await?;
+        // tonic copies the message before it decodes it, and frees this one in between.
+        charge.grow(decoded.max(length as u64))?;
+        Ok((framed, charge))
     };
     match deadline.limit(message).await {
-        Ok((message, charge)) => {
+        Ok((mut framed, charge)) => {
             head.extensions.insert(MessageCharge(Arc::new(charge)));
-            next.run(Request::from_parts(head, body_of(message))).await
+            // The prefix is a frame of its own, so that tonic makes room for exactly the rest.
+            let frames = [framed.split_to(PREFIX_BYTES), framed].map(Ok::<_, Infallible>);
+            next.run(Request::from_parts(head, Body::from_stream(tokio_stream::iter(frames)))).await
         }
         Err(error) => to_status(error).into_http(),
     }
@@ -100,17 +105,7 @@ pub(super) fn charge_of<T>(request: &mut tonic::Request<T>, traffic: &Traffic) -
     received.and_then(|charge| Arc::into_inner(charge.0)).unwrap_or_else(|| traffic.charge_always(0))
 }
 
-/// A message that is not complete yet.
-struct IncomingMessage {
-    charge: Charge,
-    max_bytes: usize,
-    prefix: Vec<u8>,
-    /// Length of the message in bytes, known once its prefix is complete.
-    length: Option<usize>,
-    bytes: Vec<u8>,
-}
-
-/// Collects the frames of a request into its message.
+/// Collects the frames of a request into its message, with the prefix.
 ///
 /// # Errors
 /// `InvalidArgument` if the frames are not exactly one message within the size limit, `ResourceExhausted` if there is
@@ -121,79 +116,49 @@ async fn gather<E: std::fmt::Display>(
     max_bytes: usize,
     stall_timeout: Duration,
 ) -> Result<(Bytes, Charge)> {
-    let charge = traffic.charge_always(0);
-    let mut incoming = IncomingMessage { charge, max_bytes, prefix: Vec::new(), length: None, bytes: Vec::new() };
+    let (mut charge, mut framed, mut length) = (traffic.charge_always(0), Vec::new(), None);
     let broken = |error| Error::Unavailable(format!("the stream broke: {error}"));
-    receive(frames, stall_timeout, broken, |frame| incoming.add(frame)).await?;
-    match incoming.length {
-        Some(length) if length == incoming.bytes.len() => Ok((incoming.bytes.into(), incoming.charge)),
-        Some(length) => {
-            let message = format!("ends after {} of its {length} bytes", incoming.bytes.len());
-            Err(Error::invalid("request", message))
+    receive(frames, stall_timeout, broken, |frame| {
+        charge.grow(frame.len() as u64)?;
+        framed.extend_from_slice(frame);
+        let received = framed.len().saturating_sub(PREFIX_BYTES);
+        if length.is_none() && framed.len() >= PREFIX_BYTES {
+            length = Some(message_bytes(&framed, max_bytes)?);
         }
+        if let Some(length) = length {
+            if received > length {
+                return Err(Error::invalid("request", "is followed by more; a call of this method has one message"));
+            }
+            // Reserves the whole message; pages are taken only when bytes are written to them.
+            framed.reserve_exact(length - received);
+        }
+        Ok((received, length))
+    })
+    .await?;
+    let received = framed.len().saturating_sub(PREFIX_BYTES);
+    match length {
+        Some(length) if length == received => Ok((framed.into(), charge)),
+        Some(length) => Err(Error::invalid("request", format!("ends after {received} of its {length} bytes"))),
         None => Err(Error::invalid("request", "is missing")),
     }
 }
 
-impl IncomingMessage {
-    /// Adds a frame. Returns how many bytes of the message are there, and its length.
-    fn add(&mut self, mut frame: &[u8]) -> Result<(usize, Option<usize>)> {
-        if self.length.is_none() {
-            let (of_prefix, rest) = frame.split_at(frame.len().min(PREFIX_BYTES - self.prefix.len()));
-            self.prefix.extend_from_slice(of_prefix);
-            frame = rest;
-            if self.prefix.len() == PREFIX_BYTES {
-                self.length = Some(message_length(&self.prefix, self.max_bytes)?);
-            }
-        }
-        if let Some(length) = self.length.filter(|_| !frame.is_empty()) {
-            if self.bytes.len() + frame.len() > length {
-                return Err(Error::invalid("request", "is followed by more; a call of this method has one message"));
-            }
-            self.charge.grow(frame.len() as u64)?;
-            // Reserves the whole message; pages are taken only when bytes are written to them.
-            self.bytes.reserve_exact(length - self.bytes.len());
-            self.bytes.extend_from_slice(frame);
-        }
-        Ok((self.bytes.len(), self.length))
-    }
-}
-
-/// Length in bytes of the message that follows `prefix`.
-fn message_length(prefix: &[u8], max_bytes: usize) -> Result<usize> {
-    let [compressed, a, b, c, d] = *prefix else { return Err(Error::invalid("request", "has no prefix")) };
-    let length = u32::from_be_bytes([a, b, c, d]) as usize;
+/// Length in bytes of the message that follows `prefix`, gRPC's [`PREFIX_BYTES`].
+///
+/// # Errors
+/// `InvalidArgument` if the message is compressed or longer than `max_bytes`.
+pub(super) fn message_bytes(mut prefix: &[u8], max_bytes: usize) -> Result<usize> {
+    let (compressed, bytes) = (prefix.get_u8(), prefix.get_u32() as usize);
     if compressed != 0 {
         return Err(Error::invalid("request", format!("has the compression flag {compressed}; send it uncompressed")));
     }
-    if length > max_bytes {
-        let message = format!("{length} bytes are more than {max_bytes}; split the request over several");
-        return Err(Error::invalid("request", message));
+    if bytes > max_bytes {
+        return Err(Error::invalid(
+            "request",
+            format!("{bytes} bytes are more than {max_bytes}; split it over several"),
+        ));
     }
-    Ok(length)
-}
-
-/// Checks that a message is well formed, and charges the memory that the decoded message will take.
-async fn charge_decoded(message: &Bytes, mut charge: Charge, schema: Arc<Schema>, input: usize) -> Result<Charge> {
-    let bytes = message.clone();
-    let measure = move || schema.decoded_bytes(input, &bytes);
-    let decoded = if message.len() <= INLINE_BYTES {
-        measure()
-    } else {
-        let measured = tokio::task::spawn_blocking(measure).await;
-        measured.unwrap_or_else(|e| Err(Error::Internal(format!("reading the message failed: {e}"))))
-    };
-    // tonic copies the message before it decodes it, and frees this one in between.
-    charge.grow(decoded?.max(message.len() as u64))?;
-    Ok(charge)
-}
-
-/// A message as a body. Its first frame is the prefix, so that tonic makes room for exactly the rest.
-fn body_of(message: Bytes) -> Body {
-    let mut prefix = vec![0];
-    prefix.extend_from_slice(&(message.len() as u32).to_be_bytes());
-    let frames = [prefix.into(), message].map(Ok::<_, std::convert::Infallible>);
-    Body::from_stream(tokio_stream::iter(frames))
+    Ok(bytes)
 }
 
 #[cfg(test)]

@@ -1,11 +1,12 @@
 //! Turns the engine's events into the messages of gRPC replies.
 
 use std::collections::VecDeque;
+use std::iter::once;
 
 use crate::engine::{Completion, Event, Summary, ValidRequest};
 use crate::error::{Error, Result};
 use crate::server::pb;
-use crate::server::replies::{Progress, Writer};
+use crate::server::replies::Writer;
 use crate::types::{FinishReason, Prompt, TokenId, TokenLogprobs, WeightVersion};
 use pb::generate_response::Event as Message;
 
@@ -28,44 +29,6 @@ impl GenerateWriter {
             prompts: request.prompts.iter().cloned().map(Some).collect(),
             top: request.params.top_logprobs > 0,
         }
-    }
-
-    fn messages(&mut self, event: Event, out: &mut VecDeque<pb::GenerateResponse>) -> Result<Progress> {
-        let prompt = prompt_of(&event).and_then(|index| Some((index, self.prompts.get_mut(index as usize)?.take()?)));
-        let mut push = |event| out.push_back(pb::GenerateResponse { event: Some(event) });
-        if let Some((prompt_index, prompt)) = &prompt {
-            let (prompt_index, token_ids) = (*prompt_index, prompt.tokens.to_vec());
-            push(Message::Prompt(pb::PromptTokens { prompt_index, token_ids }));
-        }
-        match event {
-            Event::Token { prompt_index, sample_index, logprobs, text } => push(Message::Delta(pb::TokenDelta {
-                prompt_index,
-                sample_index,
-                token_ids: vec![logprobs.token],
-                logprobs: vec![logprobs.processed],
-                raw_logprobs: vec![logprobs.raw],
-                text,
-                top_logprobs: self.if_top(|| vec![top_logprobs(&logprobs)]),
-                ranks: self.if_top(|| vec![logprobs.rank]),
-            })),
-            Event::Text { prompt_index, sample_index, text } => push(Message::Delta(pb::TokenDelta {
-                prompt_index,
-                sample_index,
-                text: Some(text),
-                ..Default::default()
-            })),
-            Event::PromptLogprobs { prompt_index, logprobs, .. } => {
-                let (_, prompt) = prompt.ok_or_else(|| unrequested(prompt_index))?;
-                push(Message::PromptLogprobs(self.prompt_logprobs(prompt_index, &prompt.tokens, &logprobs)?));
-            }
-            Event::Completion(completion) => push(Message::Completion(self.completion(completion))),
-            Event::Done(summary) => {
-                push(Message::Summary(self.summary(&summary)));
-                return Ok(Progress::Done);
-            }
-            Event::Failed(error) => return Ok(Progress::Failed(error)),
-        }
-        Ok(Progress::More)
     }
 
     fn completion(&self, c: Completion) -> pb::Completion {
@@ -97,8 +60,8 @@ impl GenerateWriter {
             prompt_index,
             token_ids: prompt.to_vec(),
             raw_logprobs: after_first(prompt.len(), logprobs, |t| t.raw)?,
-            top_logprobs: self.if_top(|| tops_after_first(logprobs)),
-            ranks: self.if_top(|| std::iter::once(0).chain(logprobs.iter().map(|t| t.rank)).collect()),
+            top_logprobs: self.if_top(|| once(Default::default()).chain(logprobs.iter().map(top_logprobs)).collect()),
+            ranks: self.if_top(|| once(0).chain(logprobs.iter().map(|t| t.rank)).collect()),
         })
     }
 
@@ -121,18 +84,47 @@ impl GenerateWriter {
 impl Writer for GenerateWriter {
     type Message = pb::GenerateResponse;
 
-    fn request_id(&self) -> &str {
-        &self.request_id
-    }
-
-    fn write(&mut self, event: Event, out: &mut VecDeque<pb::GenerateResponse>) -> Progress {
-        self.messages(event, out).unwrap_or_else(Progress::Failed)
+    fn write(&mut self, event: Event, out: &mut VecDeque<pb::GenerateResponse>) -> Result<Option<Summary>> {
+        let prompt = prompt_of(&event).and_then(|index| Some((index, self.prompts.get_mut(index as usize)?.take()?)));
+        let mut push = |event| out.push_back(pb::GenerateResponse { event: Some(event) });
+        if let Some((prompt_index, prompt)) = &prompt {
+            let (prompt_index, token_ids) = (*prompt_index, prompt.tokens.to_vec());
+            push(Message::Prompt(pb::PromptTokens { prompt_index, token_ids }));
+        }
+        match event {
+            Event::Token { prompt_index, sample_index, logprobs, text } => push(Message::Delta(pb::TokenDelta {
+                prompt_index,
+                sample_index,
+                token_ids: vec![logprobs.token],
+                logprobs: vec![logprobs.processed],
+                raw_logprobs: vec![logprobs.raw],
+                text,
+                top_logprobs: self.if_top(|| vec![top_logprobs(&logprobs)]),
+                ranks: self.if_top(|| vec![logprobs.rank]),
+            })),
+            Event::Text { prompt_index, sample_index, text } => push(Message::Delta(pb::TokenDelta {
+                prompt_index,
+                sample_index,
+                text: Some(text),
+                ..Default::default()
+            })),
+            Event::PromptLogprobs { prompt_index, logprobs, .. } => {
+                let (_, prompt) = prompt.ok_or_else(|| unrequested(prompt_index))?;
+                push(Message::PromptLogprobs(self.prompt_logprobs(prompt_index, &prompt.tokens, &logprobs)?));
+            }
+            Event::Completion(completion) => push(Message::Completion(self.completion(completion))),
+            Event::Done(summary) => {
+                push(Message::Summary(self.summary(&summary)));
+                return Ok(Some(summary));
+            }
+            Event::Failed(error) => return Err(error),
+        }
+        Ok(None)
     }
 }
 
 /// Turns the events of one `Score` into its messages.
 pub(super) struct ScoreWriter {
-    request_id: String,
     /// For each sequence its number of tokens, or None once it has scores.
     lengths: Vec<Option<usize>>,
     left: usize,
@@ -142,7 +134,6 @@ pub(super) struct ScoreWriter {
 impl ScoreWriter {
     pub(super) fn new(request: &ValidRequest) -> Self {
         Self {
-            request_id: request.request_id.clone(),
             lengths: request.prompts.iter().map(|p| Some(p.tokens.len())).collect(),
             left: request.prompts.len(),
             top: request.params.top_logprobs > 0,
@@ -181,27 +172,20 @@ impl ScoreWriter {
 impl Writer for ScoreWriter {
     type Message = pb::ScoreResponse;
 
-    fn request_id(&self) -> &str {
-        &self.request_id
-    }
-
-    fn write(&mut self, event: Event, out: &mut VecDeque<pb::ScoreResponse>) -> Progress {
+    fn write(&mut self, event: Event, out: &mut VecDeque<pb::ScoreResponse>) -> Result<Option<Summary>> {
         match event {
             Event::PromptLogprobs { prompt_index, logprobs, weight_version } => {
-                match self.score(prompt_index, &logprobs, weight_version, out) {
-                    Ok(()) => Progress::More,
-                    Err(error) => Progress::Failed(error),
-                }
+                self.score(prompt_index, &logprobs, weight_version, out).map(|()| None)
             }
-            Event::Done(_) if self.left > 0 => Progress::Failed(Error::Aborted(format!(
+            Event::Done(_) if self.left > 0 => Err(Error::Aborted(format!(
                 "the request was aborted before {} of its {} sequences were scored",
                 self.left,
                 self.lengths.len()
             ))),
-            Event::Done(_) => Progress::Done,
-            Event::Failed(error) => Progress::Failed(error),
+            Event::Done(summary) => Ok(Some(summary)),
+            Event::Failed(error) => Err(error),
             // Abort ends a scored sequence by an aborted completion without tokens; its score is then missing.
-            Event::Completion(_) | Event::Token { .. } | Event::Text { .. } => Progress::More,
+            Event::Completion(_) | Event::Token { .. } | Event::Text { .. } => Ok(None),
         }
     }
 }
@@ -212,7 +196,7 @@ fn after_first(len: usize, rest: &[TokenLogprobs], value: impl Fn(&TokenLogprobs
     if rest.len() + 1 != len {
         return Err(Error::Internal(format!("{} log-probabilities for a sequence of {len} tokens", rest.len())));
     }
-    Ok(std::iter::once(f32::NAN).chain(rest.iter().map(value)).collect())
+    Ok(once(f32::NAN).chain(rest.iter().map(value)).collect())
 }
 
 /// Index of the prompt that the event is about.
@@ -223,10 +207,6 @@ fn prompt_of(event: &Event) -> Option<u32> {
         Event::Completion(completion) => Some(completion.prompt_index),
         Event::Done(_) | Event::Failed(_) => None,
     }
-}
-
-fn tops_after_first(rest: &[TokenLogprobs]) -> Vec<pb::TopLogprobs> {
-    std::iter::once(pb::TopLogprobs::default()).chain(rest.iter().map(top_logprobs)).collect()
 }
 
 fn top_logprobs(token: &TokenLogprobs) -> pb::TopLogprobs {

@@ -2,8 +2,9 @@
 
 use std::pin::Pin;
 
+use prost::Message as _;
 use tokio_stream::{Stream, StreamExt as _};
-use tonic::{Request, Response, Status};
+use tonic::{Request, Status};
 
 use super::middleware::{Answer, answer, caller_of, deadline_of};
 use super::receive::charge_of;
@@ -14,7 +15,7 @@ use crate::error::Result;
 use crate::memory::Charge;
 use crate::server::calls::ask;
 use crate::server::replies::Writer;
-use crate::server::requests::{ReceivedRequest, start, takes_long};
+use crate::server::requests::{INLINE_PARSE_BYTES, ReceivedRequest, start, takes_long};
 use crate::server::{ModelFacts, ServerState, convert, pb};
 
 pub(super) struct RolloutService {
@@ -30,7 +31,7 @@ impl RolloutService {
     }
 
     /// Starts a request. The `Writer` that `writer` returns makes the messages of the reply.
-    async fn start<M: prost::Message + 'static, W: Writer + 'static>(
+    async fn start<M: Send + 'static, W: Writer + 'static>(
         &self,
         mut request: Request<M>,
         takes_long: bool,
@@ -38,16 +39,12 @@ impl RolloutService {
         writer: impl FnOnce(&ValidRequest) -> W,
     ) -> Answer<Replies<W::Message>> {
         let (deadline, owner) = (deadline_of(&request), caller_of(&request).owner);
-        let noted = deadline.clone();
         let traffic = self.server.traffic().map_err(to_status)?;
         let charge = charge_of(&mut request, &traffic);
         let message = request.into_inner();
-        let bytes = message.encoded_len();
-        let received = ReceivedRequest { message, takes_long, bytes, charge, deadline, owner };
-        let started = start(&self.server, received, convert, writer).await;
-        let replies = started.inspect_err(|error| noted.note(error)).map_err(to_status)?;
-        let replies: Replies<W::Message> = Box::pin(replies.map(|message| message.map_err(to_status)));
-        Ok(Response::new(replies))
+        let received = ReceivedRequest { message, takes_long, charge, deadline: deadline.clone(), owner };
+        let replies = answer(deadline, start(&self.server, received, convert, writer)).await?;
+        Ok(replies.map(|replies| Box::pin(replies.map(|message| message.map_err(to_status))) as Replies<_>))
     }
 }
 
@@ -57,13 +54,14 @@ impl pb::rollout_server::Rollout for RolloutService {
     type ScoreStream = Replies<pb::ScoreResponse>;
 
     async fn generate(&self, request: Request<pb::GenerateRequest>) -> Answer<Self::GenerateStream> {
-        let takes_long = takes_long(request.get_ref());
+        let takes_long = takes_long(request.get_ref(), request.get_ref().encoded_len());
         self.start(request, takes_long, convert::generate, GenerateWriter::new).await
     }
 
     async fn score(&self, request: Request<pb::ScoreRequest>) -> Answer<Self::ScoreStream> {
         let convert = |message, model: &ModelFacts, _: &mut Charge| convert::score(message, model);
-        self.start(request, false, convert, ScoreWriter::new).await
+        let takes_long = request.get_ref().encoded_len() > INLINE_PARSE_BYTES;
+        self.start(request, takes_long, convert, ScoreWriter::new).await
     }
 
     async fn abort(&self, request: Request<pb::AbortRequest>) -> Answer<pb::AbortResponse> {

@@ -4,23 +4,21 @@
 //! `test_500_pushes_that_never_end` in `clients/python/tests/test_memory_ceiling.py`.
 
 use std::pin::Pin;
-use std::sync::Arc;
+use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use axum::body::Body;
-use axum::extract::{Request, State};
-use axum::response::{IntoResponse as _, Response};
+use axum::extract::Request;
+use axum::middleware::Next;
+use axum::response::Response;
 use bytes::{Buf, Bytes, BytesMut};
 use prost::Message as _;
 use prost::encoding::decode_varint;
-use tokio::sync::Semaphore;
 use tokio_stream::{Stream, StreamExt as _};
-use tonic::codegen::BoxFuture;
-use tonic::server::{ClientStreamingService, Grpc};
-use tonic::{Status, Streaming};
-use tonic_prost::ProstCodec;
+use tonic::Status;
 
 use super::middleware::{Answer, answer, deadline_of};
+use super::receive::{PREFIX_BYTES, message_bytes};
 use super::status::to_status;
 use crate::engine::{Activity, UpdateSender};
 use crate::error::{Error, Result};
@@ -30,74 +28,38 @@ use crate::server::pb::update_request::Kind;
 use crate::server::pushes::{self, PushThread, StagedUpdate};
 use crate::server::{ServerState, ServingContext, convert, pb};
 
-/// Most updates that are received at once. The engine rejects all but one when their headers are here; until then each
-/// may hold a message, and the bytes that its stream's window lets through.
-const MAX_UPDATES: usize = 8;
 /// Largest chunk of a tensor in bytes: how much room a client must have for one, and how much it loses with a bad
 /// message.
 const MAX_CHUNK_BYTES: usize = 4 << 20;
 /// Largest message of an update in bytes: a chunk, or a header with the manifest of a model of 50,000 tensors.
 const MAX_MESSAGE_BYTES: usize = 8 << 20;
-/// Length of gRPC's prefix of each message: a compression flag and four bytes of length.
-const PREFIX_BYTES: usize = 5;
 /// Most bytes that precede the data in an encoded chunk: four keys, two lengths below 2^28, a u32 and a u64.
 const HEAD_BYTES: usize = 4 + 2 * 4 + 5 + 10;
 
-/// The state of the handler, with a permit for each update that is received.
+/// The body of an update, among its request's extensions, which threads share.
 #[derive(Clone)]
-pub(super) struct UpdateReceiver {
-    server: ServerState,
-    permits: Arc<Semaphore>,
-}
+struct UpdateBody(Arc<Mutex<Body>>);
 
-impl UpdateReceiver {
-    pub(super) fn new(server: &ServerState) -> Self {
-        Self { server: server.clone(), permits: Arc::new(Semaphore::new(MAX_UPDATES)) }
+/// Sets the body of an update aside, where tonic's decoder does not see it.
+pub(super) async fn set_body_aside(mut request: Request, next: Next) -> Response {
+    if request.uri().path() == "/rollout.v1.Weights/Update" {
+        let body = std::mem::take(request.body_mut());
+        request.extensions_mut().insert(UpdateBody(Arc::new(Mutex::new(body))));
     }
-}
-
-/// Handles a call of Update in place of the generated service.
-pub(super) async fn update(State(receiver): State<UpdateReceiver>, request: Request) -> Response {
-    let UpdateReceiver { server, permits } = receiver;
-    let Ok(_permit) = permits.try_acquire() else {
-        let message = format!("{MAX_UPDATES} updates are being received already; one is applied at a time, so wait");
-        return Status::resource_exhausted(message).into_http();
-    };
-    let (head, body) = request.into_parts();
-    let update = Update { server, body: Some(body) };
-    // tonic reads the request's head and writes the response; the body is read elsewhere.
-    let mut grpc = Grpc::new(ProstCodec::default());
-    grpc.client_streaming(update, Request::from_parts(head, Body::empty())).await.into_response()
-}
-
-/// One call of Update.
-struct Update {
-    server: ServerState,
-    /// The request's body; None once the call has taken it.
-    body: Option<Body>,
-}
-
-impl ClientStreamingService<pb::UpdateRequest> for Update {
-    type Response = pb::UpdateResponse;
-    type Future = BoxFuture<tonic::Response<pb::UpdateResponse>, Status>;
-
-    fn call(&mut self, request: tonic::Request<Streaming<pb::UpdateRequest>>) -> Self::Future {
-        let (server, body) = (self.server.clone(), self.body.take());
-        Box::pin(async move {
-            let body = body.ok_or_else(|| Status::internal("an update is received once"))?;
-            let traffic = server.traffic().map_err(to_status)?;
-            receive(&server, request.map(|_| UpdateMessages::new(body.into_data_stream(), &traffic))).await
-        })
-    }
+    next.run(request).await
 }
 
 /// One transaction, within the deadline of its call.
-async fn receive(server: &ServerState, request: tonic::Request<UpdateMessages>) -> Answer<pb::UpdateResponse> {
+pub(super) async fn receive<T>(server: &ServerState, mut request: tonic::Request<T>) -> Answer<pb::UpdateResponse> {
     let deadline = deadline_of(&request);
     let peer = request.remote_addr().map_or_else(|| "an unknown address".into(), |peer| peer.to_string());
-    let messages = request.into_inner();
+    let body = request.extensions_mut().remove::<UpdateBody>();
+    let body = body.and_then(|body| Arc::into_inner(body.0)?.into_inner().ok());
+    let body = body.ok_or_else(|| Status::internal("the body of an update was not set aside"))?;
+    let traffic = server.traffic().map_err(to_status)?;
     let receive = |context: Arc<ServingContext>, sender: UpdateSender, noted| async move {
-        let messages = messages.with_idle_limit(sender.activity.clone(), context.update_idle);
+        let (frames, activity) = (body.into_data_stream(), sender.activity.clone());
+        let messages = UpdateMessages::new(frames, &traffic, activity, context.update_idle);
         receive_push(&context, messages, sender, noted).await
     };
     answer(deadline, pushes::transact(server, peer, receive)).await
@@ -157,18 +119,15 @@ struct OpenChunk {
 }
 
 impl UpdateMessages {
+    /// A decoder that ends the push after `idle_limit` without a byte.
     fn new(
         frames: impl Stream<Item = std::result::Result<Bytes, axum::Error>> + Send + 'static,
         traffic: &Traffic,
+        activity: Activity,
+        idle_limit: Duration,
     ) -> Self {
-        let (charge, activity) = (traffic.charge_always(0), Activity::start());
-        let (front, rest) = (Bytes::new(), Bytes::new());
-        Self { frames: Box::pin(frames), activity, idle_limit: Duration::MAX, front, rest, chunk: None, charge }
-    }
-
-    /// Makes the decoder end the push after `idle_limit` without a byte.
-    fn with_idle_limit(self, activity: Activity, idle_limit: Duration) -> Self {
-        Self { activity, idle_limit, ..self }
+        let (front, rest, charge) = (Bytes::new(), Bytes::new(), traffic.charge_always(0));
+        Self { frames: Box::pin(frames), activity, idle_limit, front, rest, chunk: None, charge }
     }
 
     /// The next message; None at the end of the stream. A chunk may be returned as several chunks of consecutive
@@ -186,7 +145,7 @@ impl UpdateMessages {
         if !self.gather(PREFIX_BYTES).await? {
             return if self.front.is_empty() { Ok(None) } else { Err(cut()) };
         }
-        let bytes = message_bytes(&self.front.split_to(PREFIX_BYTES))?;
+        let bytes = message_bytes(&self.front.split_to(PREFIX_BYTES), MAX_MESSAGE_BYTES)?;
         let head = bytes.min(HEAD_BYTES);
         self.need(head).await?;
         if let Some((head, chunk)) = chunk_head(&self.front[..head], bytes) {
@@ -269,19 +228,6 @@ impl UpdateMessages {
             }
         }
     }
-}
-
-/// Length in bytes of the message that follows `prefix`.
-fn message_bytes(prefix: &[u8]) -> Result<usize> {
-    let mut prefix = prefix;
-    let (compressed, bytes) = (prefix.get_u8(), prefix.get_u32() as usize);
-    if compressed != 0 {
-        return Err(Error::invalid("message", format!("has the compression flag {compressed}; send it uncompressed")));
-    }
-    if bytes > MAX_MESSAGE_BYTES {
-        return Err(Error::invalid("message", format!("{bytes} bytes; a message has at most {MAX_MESSAGE_BYTES}")));
-    }
-    Ok(bytes)
 }
 
 /// Reads the head of an encoded message of `bytes` bytes that is a chunk whose data comes last, as encoders write it.

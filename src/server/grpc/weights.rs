@@ -1,29 +1,40 @@
 //! The service Weights: Update, CancelUpdate, ListParameters, Checksum, ListAdapters, RemoveAdapter.
 
+use tokio::sync::Semaphore;
 use tonic::{Request, Response, Status, Streaming};
 
 use super::middleware::{Answer, answer, deadline_of};
 use super::status::to_status;
+use super::update_stream;
 use crate::engine::Command;
 use crate::server::calls::{ask, ask_cancellable};
 use crate::server::{ServerState, ServingContext, convert, pb};
 
-#[derive(Clone)]
+/// Most updates that are received at once. The engine rejects all but one when their headers are here; until then each
+/// may hold a message, and the bytes that its stream's window lets through.
+pub(super) const MAX_UPDATES: usize = 8;
+
 pub(super) struct WeightsService {
     server: ServerState,
+    /// A permit for each update that is received.
+    updates: Semaphore,
 }
 
 impl WeightsService {
     pub(super) fn new(server: ServerState) -> Self {
-        Self { server }
+        Self { server, updates: Semaphore::new(MAX_UPDATES) }
     }
 }
 
 #[tonic::async_trait]
 impl pb::weights_server::Weights for WeightsService {
-    /// Never called, because `update_stream.rs` handles these calls.
-    async fn update(&self, _: Request<Streaming<pb::UpdateRequest>>) -> Answer<pb::UpdateResponse> {
-        Err(Status::internal("an update has come past the reader of its frames"))
+    async fn update(&self, request: Request<Streaming<pb::UpdateRequest>>) -> Answer<pb::UpdateResponse> {
+        let Ok(_permit) = self.updates.try_acquire() else {
+            let message =
+                format!("{MAX_UPDATES} updates are being received already; one is applied at a time, so wait");
+            return Err(Status::resource_exhausted(message));
+        };
+        update_stream::receive(&self.server, request).await
     }
 
     async fn list_parameters(&self, _: Request<pb::ListParametersRequest>) -> Answer<pb::ListParametersResponse> {

@@ -15,7 +15,7 @@ use crate::engine::{Completion, Event, RequestKind, Summary, ValidRequest};
 use crate::error::{Error, Result};
 use crate::memory::{Charge, Traffic};
 use crate::server::calls::Deadline;
-use crate::server::replies::{Progress, Writer};
+use crate::server::replies::Writer;
 use crate::server::requests::{ReceivedRequest, start, takes_long};
 use crate::server::{ServingContext, convert, pb};
 use crate::types::TokenLogprobs;
@@ -56,11 +56,10 @@ pub(super) async fn sample<T, S: Samples, W: FnOnce(&ValidRequest, &Traffic) -> 
     let context = app.server.context()?;
     let JsonBody { value, bytes, charge, ignored, caller } = body;
     let (message, writer) = read(value, &context)?;
-    let (takes_long, is_stream) = (takes_long(&message), message.stream_tokens);
+    let (takes_long, is_stream) = (takes_long(&message, bytes), message.stream_tokens);
     let deadline = Deadline::new(None, &app.server);
-    let received = ReceivedRequest { message, takes_long, bytes, charge, deadline, owner: caller.owner };
+    let received = ReceivedRequest { message, takes_long, charge, deadline, owner: caller.owner };
     let writer = |request: &ValidRequest| SampleWriter {
-        request_id: request.request_id.clone(),
         is_stream,
         samples: writer(request, &context.traffic),
         charge: context.traffic.charge_always(0),
@@ -80,14 +79,13 @@ pub(super) fn samples_per_prompt(request: &ValidRequest) -> usize {
 /// Writes the samples of one request. It counts its messages until they have been sent, which can be much larger than
 /// the events that they are made of.
 struct SampleWriter<S> {
-    request_id: String,
     is_stream: bool,
     samples: S,
     charge: Charge,
 }
 
 impl<S: Samples> SampleWriter<S> {
-    fn take(&mut self, event: Event, out: &mut Outbox) -> Result<Progress> {
+    fn take(&mut self, event: Event, out: &mut Outbox) -> Result<Option<Summary>> {
         let samples = &mut self.samples;
         match event {
             Event::Token { prompt_index, sample_index, logprobs, text } => {
@@ -104,27 +102,23 @@ impl<S: Samples> SampleWriter<S> {
                     true => samples.end_stream(&summary, out),
                     false => out.push_back(samples.answer(&summary)),
                 }
-                return Ok(Progress::Done);
+                return Ok(Some(summary));
             }
-            Event::Failed(error) => return Ok(Progress::Failed(error)),
+            Event::Failed(error) => return Err(error),
         }
-        Ok(Progress::More)
+        Ok(None)
     }
 }
 
 impl<S: Samples> Writer for SampleWriter<S> {
     type Message = Bytes;
 
-    fn request_id(&self) -> &str {
-        &self.request_id
-    }
-
     /// Called for the next event when the messages of the last one have been sent.
-    fn write(&mut self, event: Event, out: &mut Outbox) -> Progress {
+    fn write(&mut self, event: Event, out: &mut Outbox) -> Result<Option<Summary>> {
         self.charge.shrink(self.charge.bytes());
-        let progress = self.take(event, out).unwrap_or_else(Progress::Failed);
+        let summary = self.take(event, out);
         self.charge.grow_always(out.iter().map(|message| message.len() as u64).sum());
-        progress
+        summary
     }
 }
 

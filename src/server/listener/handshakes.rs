@@ -5,17 +5,17 @@
 use std::collections::VecDeque;
 use std::io;
 use std::net::SocketAddr;
-use std::pin::Pin;
-use std::task::{Context, Poll, ready};
+use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
 use tokio::io::BufReader;
 use tokio::net::TcpStream;
+use tokio::sync::mpsc::UnboundedSender;
 use tokio::task::{AbortHandle, JoinSet};
-use tokio::time::{Instant, Sleep, sleep_until, timeout};
-use tokio_rustls::server::TlsStream;
+use tokio::time::{Instant, sleep_until, timeout};
+use tokio_util::either::Either;
 
-use super::{ConnectionPermit, LogLimiter};
+use super::{Accepted, ConnectionPermit, LogLimiter};
 use crate::server::security::Tls;
 
 /// Longest time of a handshake: some round trips through a slow network.
@@ -30,90 +30,64 @@ const SEND_BYTES: usize = 16 << 10;
 /// Bytes that are read from a connection at a time: two records. TLS by itself reads a quarter of one.
 const READ_BYTES: usize = 32 << 10;
 
-/// The result of a handshake: the connection, or the client that failed and why.
-type Ended = Result<Done, (Option<SocketAddr>, io::Error)>;
-
-/// A connection whose handshake is done.
-type Done = (TlsStream<BufReader<TcpStream>>, ConnectionPermit);
-
 pub(super) struct Handshakes {
     tls: Tls,
     limit: usize,
-    running: JoinSet<Ended>,
+    running: JoinSet<()>,
     /// When each handshake began, the oldest first. Some may have ended.
     begun: VecDeque<(Instant, AbortHandle)>,
-    /// Fires when the oldest handshake is [`OLD`].
-    timer: Option<Pin<Box<Sleep>>>,
-    failed: LogLimiter,
+    failed: Arc<Mutex<LogLimiter>>,
 }
 
 impl Handshakes {
     /// Handshakes for a port of at most `max_connections`. They take up to a quarter of these.
     pub(super) fn new(tls: Tls, max_connections: usize) -> Self {
-        Self {
-            tls,
-            limit: MAX_HANDSHAKES.min(max_connections.div_ceil(4)),
-            running: JoinSet::new(),
-            begun: VecDeque::new(),
-            timer: None,
-            failed: LogLimiter::default(),
-        }
+        let limit = MAX_HANDSHAKES.min(max_connections.div_ceil(4));
+        Self { tls, limit, running: JoinSet::new(), begun: VecDeque::new(), failed: Arc::default() }
     }
 
     /// Waits until another handshake may begin. If there are too many, the oldest is aborted once it is [`OLD`].
-    pub(super) fn poll_room(&mut self, cx: &mut Context<'_>) -> Poll<()> {
-        self.begun.retain(|(_, handshake)| !handshake.is_finished());
-        let Some((begun, oldest)) = self.begun.front().filter(|_| self.begun.len() >= self.limit) else {
-            self.timer = None;
-            return Poll::Ready(());
-        };
-        let old = *begun + OLD;
-        ready!(self.timer.get_or_insert_with(|| Box::pin(sleep_until(old))).as_mut().poll(cx));
-        oldest.abort();
-        self.begun.pop_front();
-        self.timer = None;
-        Poll::Ready(())
+    pub(super) async fn room(&mut self) {
+        loop {
+            while self.running.try_join_next().is_some() {}
+            self.begun.retain(|(_, handshake)| !handshake.is_finished());
+            let Some((begun, oldest)) = self.begun.front().filter(|_| self.begun.len() >= self.limit) else { return };
+            tokio::select! {
+                _ = self.running.join_next() => {}
+                () = sleep_until(*begun + OLD) => {
+                    oldest.abort();
+                    self.begun.pop_front();
+                }
+            }
+        }
     }
 
-    /// Begins a handshake, whose connection takes `permit`.
-    pub(super) fn begin(&mut self, stream: TcpStream, permit: ConnectionPermit) {
-        let acceptor = self.tls.acceptor();
+    /// Begins a handshake, whose connection takes `permit` and goes to `accepted`.
+    pub(super) fn begin(&mut self, stream: TcpStream, permit: ConnectionPermit, accepted: UnboundedSender<Accepted>) {
+        let (acceptor, failed) = (self.tls.acceptor(), self.failed.clone());
         let handshake = self.running.spawn(async move {
             let peer = stream.peer_addr().ok();
             let stream = BufReader::with_capacity(READ_BYTES, stream);
             let accept = acceptor.accept_with(stream, |connection| connection.set_buffer_limit(Some(SEND_BYTES)));
-            match timeout(HANDSHAKE, accept).await {
-                Ok(Ok(stream)) => Ok((stream, permit)),
-                Ok(Err(error)) => Err((peer, error)),
-                Err(_) => Err((peer, io::ErrorKind::TimedOut.into())),
+            match timeout(HANDSHAKE, accept).await.unwrap_or_else(|_| Err(io::ErrorKind::TimedOut.into())) {
+                // Sending fails if the port is closed.
+                Ok(stream) => drop(accepted.send(Accepted { socket: Either::Right(Box::new(stream)), permit })),
+                Err(error) => log(peer, &error, &failed),
             }
         });
         self.begun.push_back((Instant::now(), handshake));
     }
+}
 
-    /// The next connection whose handshake is done.
-    pub(super) fn poll_done(&mut self, cx: &mut Context<'_>) -> Poll<Done> {
-        loop {
-            match ready!(self.running.poll_join_next(cx)) {
-                Some(Ok(Ok(done))) => return Poll::Ready(done),
-                Some(Ok(Err((peer, error)))) => self.log(peer, &error),
-                // One that was aborted.
-                Some(Err(_)) => {}
-                None => return Poll::Pending,
-            }
-        }
-    }
-
-    /// Logs a failed handshake, at most once in [`super::LOG_INTERVAL`], because the client learns little or nothing
-    /// from TLS.
-    fn log(&mut self, peer: Option<SocketAddr>, error: &io::Error) {
-        let peer = peer.map_or_else(|| "a client".to_owned(), |peer| peer.to_string());
-        if matches!(error.kind(), io::ErrorKind::UnexpectedEof | io::ErrorKind::ConnectionReset) {
-            // A probe of the port, or a client that gave up.
-            tracing::debug!("TLS handshake with {peer}: the client hung up");
-        } else if let Some(times) = self.failed.due(Instant::now()) {
-            tracing::warn!(times, "TLS handshake with {peer} failed: {}", reason(error));
-        }
+/// Logs a failed handshake, at most once in [`super::LOG_INTERVAL`], because the client learns little or nothing from
+/// TLS.
+fn log(peer: Option<SocketAddr>, error: &io::Error, failed: &Mutex<LogLimiter>) {
+    let peer = peer.map_or_else(|| "a client".to_owned(), |peer| peer.to_string());
+    if matches!(error.kind(), io::ErrorKind::UnexpectedEof | io::ErrorKind::ConnectionReset) {
+        // A probe of the port, or a client that gave up.
+        tracing::debug!("TLS handshake with {peer}: the client hung up");
+    } else if let Some(times) = failed.lock().unwrap_or_else(PoisonError::into_inner).due(Instant::now()) {
+        tracing::warn!(times, "TLS handshake with {peer} failed: {}", reason(error));
     }
 }
 

@@ -66,9 +66,8 @@ impl FrameRoom {
 struct FrameReader {
     room: PollSemaphore,
     dropped: Arc<AtomicU64>,
-    /// Head of the incoming frame, and how many of its bytes are here.
-    head: [u8; HEAD_BYTES],
-    head_len: usize,
+    /// Head of the incoming frame, as far as it is here.
+    head: Vec<u8>,
     /// Bytes of the payload (before the first frame: of the preface) that are not here yet.
     missing: usize,
     /// Permit for the missing bytes of a longer frame, held until it is whole.
@@ -82,8 +81,7 @@ impl FrameReader {
         Self {
             room: PollSemaphore::new(room.permits.clone()),
             dropped: room.dropped.clone(),
-            head: [0; HEAD_BYTES],
-            head_len: 0,
+            head: Vec::with_capacity(HEAD_BYTES),
             missing: PREFACE_BYTES,
             permit: None,
             has_begun: false,
@@ -114,14 +112,13 @@ impl FrameReader {
             if bytes.is_empty() {
                 return Ok(());
             }
-            let head = bytes.len().min(HEAD_BYTES - self.head_len);
-            self.head[self.head_len..][..head].copy_from_slice(&bytes[..head]);
-            self.head_len += head;
-            bytes = &bytes[head..];
-            if self.head_len == HEAD_BYTES {
-                self.head_len = 0;
+            let (head, rest) = bytes.split_at(bytes.len().min(HEAD_BYTES - self.head.len()));
+            self.head.extend_from_slice(head);
+            bytes = rest;
+            if self.head.len() == HEAD_BYTES {
                 self.has_begun = true;
                 self.missing = payload_bytes(&self.head)?;
+                self.head.clear();
             }
         }
     }
@@ -134,11 +131,8 @@ impl Drop for FrameReader {
     }
 }
 
-/// Length of the payload that a frame's head announces.
-///
-/// # Errors
-/// `InvalidData` if the frame is longer than any that a client has reason to send.
-fn payload_bytes(head: &[u8; HEAD_BYTES]) -> io::Result<usize> {
+/// Length of the payload that a frame's head announces; fails if no client has reason to send so long a frame.
+fn payload_bytes(head: &[u8]) -> io::Result<usize> {
     let (length, kind) = (u32::from_be_bytes([0, head[0], head[1], head[2]]) as usize, head[3]);
     let limit = if kind == DATA { FRAME_BYTES as usize } else { SMALL_BYTES };
     if length > limit {
@@ -286,7 +280,7 @@ mod tests {
                 reader.read(read).unwrap();
                 rest = later;
             }
-            assert_eq!((reader.missing, reader.head_len, all.permits.available_permits()), (0, 0, LARGE_BYTES));
+            assert_eq!((reader.missing, reader.head.len(), all.permits.available_permits()), (0, 0, LARGE_BYTES));
             assert!(longer == 0 || held > SMALL_BYTES, "{longer} longer frames held {held} bytes");
         }
     }

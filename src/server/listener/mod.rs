@@ -3,19 +3,20 @@
 mod handshakes;
 mod http2;
 
+use std::convert::Infallible;
 use std::fs::File;
-use std::future::Future as _;
 use std::io;
 use std::net::TcpListener;
 use std::pin::Pin;
 use std::sync::Arc;
-use std::task::{Context, Poll, ready};
+use std::task::{Context, Poll};
 use std::time::Duration;
 
 use tokio::io::BufReader;
 use tokio::net::TcpStream;
+use tokio::sync::mpsc::{self, UnboundedReceiver, UnboundedSender};
 use tokio::sync::{OwnedSemaphorePermit, Semaphore};
-use tokio::time::{Instant, Sleep, sleep};
+use tokio::time::{Instant, sleep, timeout};
 use tokio_rustls::server::TlsStream;
 use tokio_stream::Stream;
 use tokio_util::either::Either;
@@ -108,8 +109,49 @@ impl LogLimiter {
     }
 }
 
-/// Stream of accepted connections. It never ends.
+/// Stream of the accepted connections of a port. It never ends, and accepts only while it is polled.
 pub(super) struct Listener {
+    accepting: Pin<Box<dyn Future<Output = Infallible> + Send>>,
+    accepted: UnboundedReceiver<Accepted>,
+}
+
+impl Listener {
+    /// Starts to accept up to `limit` connections at a time. Must be called inside a tokio runtime; fails if the
+    /// listener cannot be watched.
+    pub(super) fn new(
+        listener: TcpListener,
+        limit: usize,
+        tls: Option<Tls>,
+        metrics: &Arc<Metrics>,
+    ) -> io::Result<Self> {
+        let acceptor = Acceptor {
+            listener: tokio::net::TcpListener::from_std(listener)?,
+            free: Arc::new(Semaphore::new(limit)),
+            limit,
+            metrics: metrics.clone(),
+            handshakes: tls.map(|tls| Handshakes::new(tls, limit)),
+            reserve: reserve(),
+            beyond_limit: LogLimiter::default(),
+            no_descriptor: LogLimiter::default(),
+        };
+        // Needs no limit of its own, because every connection in it has a permit.
+        let (sender, accepted) = mpsc::unbounded_channel();
+        Ok(Self { accepting: Box::pin(acceptor.run(sender)), accepted })
+    }
+}
+
+impl Stream for Listener {
+    type Item = Accepted;
+
+    fn poll_next(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Option<Self::Item>> {
+        // Never ready: it sends the connections.
+        let _ = self.accepting.as_mut().poll(cx);
+        self.accepted.poll_recv(cx)
+    }
+}
+
+/// Accepts the connections of a port.
+struct Acceptor {
     listener: tokio::net::TcpListener,
     free: Arc<Semaphore>,
     limit: usize,
@@ -119,86 +161,48 @@ pub(super) struct Listener {
     /// A spare descriptor. It is closed to accept and drop a connection when no descriptor is left, so that the client
     /// learns it at once instead of waiting in the listener's queue.
     reserve: Option<File>,
-    back_off: Option<Pin<Box<Sleep>>>,
     beyond_limit: LogLimiter,
     no_descriptor: LogLimiter,
 }
 
-impl Listener {
-    /// Starts to accept up to `limit` connections at a time. Must be called inside a tokio runtime.
-    ///
-    /// # Errors
-    /// If the listener cannot be watched.
-    pub(super) fn new(
-        listener: TcpListener,
-        limit: usize,
-        tls: Option<Tls>,
-        metrics: &Arc<Metrics>,
-    ) -> io::Result<Self> {
-        Ok(Self {
-            listener: tokio::net::TcpListener::from_std(listener)?,
-            free: Arc::new(Semaphore::new(limit)),
-            limit,
-            metrics: metrics.clone(),
-            handshakes: tls.map(|tls| Handshakes::new(tls, limit)),
-            reserve: reserve(),
-            back_off: None,
-            beyond_limit: LogLimiter::default(),
-            no_descriptor: LogLimiter::default(),
-        })
-    }
-
-    /// Handles an accept that failed for lack of descriptors or memory: drops one waiting connection, then pauses.
-    fn turn_away(&mut self, error: &io::Error, cx: &mut Context<'_>) {
-        if self.reserve.take().is_some() {
-            // Accepts a waiting connection, if there is one, and closes it by dropping it.
-            let _ = self.listener.poll_accept(cx);
-        }
-        self.reserve = reserve();
-        self.back_off = Some(Box::pin(sleep(BACK_OFF)));
-        if let Some(times) = self.no_descriptor.due(Instant::now()) {
-            tracing::error!(times, "cannot accept connections: {error}; raise `ulimit -n` or lower --max-connections");
-        }
-    }
-}
-
-impl Stream for Listener {
-    type Item = Accepted;
-
-    fn poll_next(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Option<Self::Item>> {
-        let this = self.get_mut();
+impl Acceptor {
+    async fn run(mut self, accepted: UnboundedSender<Accepted>) -> Infallible {
         loop {
-            if let Some(handshakes) = &mut this.handshakes
-                && let Poll::Ready((stream, permit)) = handshakes.poll_done(cx)
-            {
-                return Poll::Ready(Some(Accepted { socket: Either::Right(Box::new(stream)), permit }));
+            if let Some(handshakes) = &mut self.handshakes {
+                handshakes.room().await;
             }
-            if let Some(back_off) = &mut this.back_off {
-                ready!(back_off.as_mut().poll(cx));
-                this.back_off = None;
-            }
-            if let Some(handshakes) = &mut this.handshakes {
-                ready!(handshakes.poll_room(cx));
-            }
-            let stream = match ready!(this.listener.poll_accept(cx)) {
+            let stream = match self.listener.accept().await {
                 Ok((stream, _)) => stream,
                 Err(e) if ended_in_the_queue(&e) => continue,
                 Err(e) => {
-                    this.turn_away(&e, cx);
+                    self.turn_away(&e).await;
                     continue;
                 }
             };
-            if let Some(permit) = ConnectionPermit::acquire(&this.free, &this.metrics) {
+            if let Some(permit) = ConnectionPermit::acquire(&self.free, &self.metrics) {
                 // Fails only for a connection that has already broken, which its first read reports.
                 let _ = stream.set_nodelay(true);
-                match &mut this.handshakes {
-                    Some(handshakes) => handshakes.begin(stream, permit),
-                    None => return Poll::Ready(Some(Accepted { socket: Either::Left(stream), permit })),
+                match &mut self.handshakes {
+                    Some(handshakes) => handshakes.begin(stream, permit, accepted.clone()),
+                    None => drop(accepted.send(Accepted { socket: Either::Left(stream), permit })),
                 }
-            } else if let Some(times) = this.beyond_limit.due(Instant::now()) {
-                tracing::warn!(times, limit = this.limit, "connections closed: --max-connections are open");
+            } else if let Some(times) = self.beyond_limit.due(Instant::now()) {
+                tracing::warn!(times, limit = self.limit, "connections closed: --max-connections are open");
             }
         }
+    }
+
+    /// Handles an accept that failed for lack of descriptors or memory: drops one waiting connection, then pauses.
+    async fn turn_away(&mut self, error: &io::Error) {
+        if self.reserve.take().is_some() {
+            // Accepts a waiting connection, if there is one, and closes it by dropping it.
+            let _ = timeout(Duration::ZERO, self.listener.accept()).await;
+        }
+        self.reserve = reserve();
+        if let Some(times) = self.no_descriptor.due(Instant::now()) {
+            tracing::error!(times, "cannot accept connections: {error}; raise `ulimit -n` or lower --max-connections");
+        }
+        sleep(BACK_OFF).await;
     }
 }
 
@@ -214,7 +218,32 @@ fn ended_in_the_queue(error: &io::Error) -> bool {
 
 #[cfg(test)]
 mod tests {
+    use tokio::io::AsyncReadExt as _;
+    use tokio_stream::StreamExt as _;
+
     use super::*;
+    use crate::observe::Observer;
+
+    #[tokio::test]
+    async fn a_port_accepts_up_to_its_limit_and_closes_when_it_is_dropped() {
+        let port = TcpListener::bind("127.0.0.1:0").unwrap();
+        port.set_nonblocking(true).unwrap();
+        let address = port.local_addr().unwrap();
+        let mut listener = Listener::new(port, 1, None, &Observer::new().0.metrics).unwrap();
+        let _client = TcpStream::connect(address).await.unwrap();
+        let accepted = listener.next().await;
+        let mut beyond = TcpStream::connect(address).await.unwrap();
+        let read = tokio::select! {
+            read = beyond.read_u8() => read,
+            _ = listener.next() => panic!("one connection is open"),
+        };
+        assert!(read.is_err(), "{read:?}");
+        drop(accepted);
+        let _client = TcpStream::connect(address).await.unwrap();
+        assert!(listener.next().await.is_some(), "there is room again");
+        drop(listener);
+        assert!(TcpStream::connect(address).await.is_err(), "nobody listens any more");
+    }
 
     #[test]
     fn the_limit_leaves_descriptors_to_the_rest_of_the_process() {

@@ -97,7 +97,8 @@ fn special_tokens_come_with_a_text_and_not_with_a_chat_unless_asked() {
 #[test]
 fn a_text_that_cannot_fit_or_be_encoded_now_is_refused_unencoded() {
     let model = model();
-    let longest = model.encoder.as_ref().expect("has one").max_bytes_per_token().expect("every byte has a token");
+    let longest =
+        model.encoder.as_ref().expect("has one").tokenizer.max_bytes_per_token().expect("every byte has a token");
     let (field, message) = refused(text_request(&" ".repeat(17 * longest), &[]));
     assert_eq!(field, "prompts[0].text");
     assert!(message.contains(&format!("{} bytes", 17 * longest)) && message.contains("16 tokens"), "{message}");

@@ -45,9 +45,7 @@ fn messages(request: &ValidRequest, event: Event) -> Vec<Message> {
 
 fn write(writer: &mut GenerateWriter, event: Event) -> Vec<Message> {
     let mut out = VecDeque::new();
-    if let Progress::Failed(error) = writer.write(event, &mut out) {
-        panic!("{error}");
-    }
+    writer.write(event, &mut out).expect("no error");
     out.into_iter().map(|m| m.event.expect("a message has an event")).collect()
 }
 
@@ -165,8 +163,8 @@ fn prompt_logprobs_start_with_nan() {
 fn the_summary_ends_the_reply() {
     let summary = Summary { prompt_tokens: 3, cached_tokens: 2, completion_tokens: 8, seconds: 0.5 };
     let mut out = VecDeque::new();
-    let progress = GenerateWriter::new(&request(0, false)).write(Event::Done(summary), &mut out);
-    assert!(matches!(progress, Progress::Done));
+    let ended = GenerateWriter::new(&request(0, false)).write(Event::Done(summary.clone()), &mut out);
+    assert_eq!(ended.expect("no error"), Some(summary));
     let expected = pb::GenerateSummary {
         request_id: "r".into(),
         prompt_tokens: 3,
@@ -191,9 +189,9 @@ fn scored(prompt_index: u32, logprobs: Vec<TokenLogprobs>) -> Event {
 fn each_sequence_s_scores_are_a_message() {
     let (mut writer, mut out) = (scorer(), VecDeque::new());
     // A sequence of one token has nothing to score, and is answered all the same.
-    assert!(matches!(writer.write(scored(1, Vec::new()), &mut out), Progress::More));
-    assert!(matches!(writer.write(scored(0, vec![token(11)]), &mut out), Progress::More));
-    assert!(matches!(writer.write(Event::Done(Summary::default()), &mut out), Progress::Done));
+    assert!(matches!(writer.write(scored(1, Vec::new()), &mut out), Ok(None)));
+    assert!(matches!(writer.write(scored(0, vec![token(11)]), &mut out), Ok(None)));
+    assert!(matches!(writer.write(Event::Done(Summary::default()), &mut out), Ok(Some(_))));
     assert_eq!(out.iter().map(|s| s.sequence_index).collect::<Vec<_>>(), [1, 0]);
     let scores: Vec<_> = out.into_iter().filter_map(|message| message.score).collect();
     assert!(scores.iter().all(|s| s.raw_logprobs[0].is_nan() && s.logprobs[0].is_nan() && s.weight_version == 9));
@@ -209,7 +207,7 @@ fn a_long_sequence_s_scores_are_several_messages() {
     let request = pb::ScoreRequest { sequences: vec![pb::TokenIds { ids: ids.clone() }], ..Default::default() };
     let (mut writer, mut out) = (ScoreWriter::new(&score(request, &model).expect("valid")), VecDeque::new());
     let logprobs = ids[1..].iter().map(|&id| token(id)).collect();
-    assert!(matches!(writer.write(scored(0, logprobs), &mut out), Progress::More));
+    assert!(matches!(writer.write(scored(0, logprobs), &mut out), Ok(None)));
     assert_eq!(out.iter().map(|s| s.start).collect::<Vec<_>>(), [0, 1024, 2048]);
     let scores: Vec<_> = out.into_iter().filter_map(|message| message.score).collect();
     let joined: Vec<f32> = scores.iter().flat_map(|s| s.raw_logprobs.iter().copied()).collect();
@@ -220,9 +218,9 @@ fn a_long_sequence_s_scores_are_several_messages() {
 #[test]
 fn an_incomplete_score_is_aborted() {
     let (mut writer, mut out) = (scorer(), VecDeque::new());
-    assert!(matches!(writer.write(scored(0, vec![token(11)]), &mut out), Progress::More));
+    assert!(matches!(writer.write(scored(0, vec![token(11)]), &mut out), Ok(None)));
     let ended = writer.write(Event::Done(Summary::default()), &mut out);
-    let Progress::Failed(Error::Aborted(message)) = ended else { panic!("{ended:?}") };
+    let Err(Error::Aborted(message)) = ended else { panic!("{ended:?}") };
     assert!(message.contains("1 of its 2 sequences"), "{message}");
 }
 
@@ -231,7 +229,7 @@ fn what_the_engine_should_not_send_is_an_internal_error() {
     let check = |events: Vec<Event>| {
         let (mut writer, mut out) = (scorer(), VecDeque::new());
         let last = events.into_iter().map(|e| writer.write(e, &mut out)).last();
-        assert!(matches!(last, Some(Progress::Failed(Error::Internal(_)))), "{last:?}");
+        assert!(matches!(last, Some(Err(Error::Internal(_)))), "{last:?}");
     };
     check(vec![scored(2, Vec::new())]);
     check(vec![scored(0, Vec::new())]);

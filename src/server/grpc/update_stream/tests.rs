@@ -15,6 +15,7 @@ use tonic::codegen::Service as _;
 use super::*;
 use crate::server::grpc::services;
 use crate::server::grpc::tests::{limited, open};
+use crate::server::grpc::weights::MAX_UPDATES;
 
 type Frame = std::result::Result<Bytes, axum::Error>;
 
@@ -36,9 +37,14 @@ impl Outcome {
     }
 }
 
+/// A decoder without a limit on the time between two frames.
+fn decoder(frames: impl Stream<Item = Frame> + Send + 'static, traffic: &Traffic) -> UpdateMessages {
+    UpdateMessages::new(frames, traffic, Activity::start(), Duration::MAX)
+}
+
 /// The outcome of the decoder under test. A chunk that does not end is left out.
 async fn read(frames: Vec<Bytes>) -> Outcome {
-    let mut messages = UpdateMessages::new(tokio_stream::iter(frames.into_iter().map(Ok)), &Traffic::new(1 << 30));
+    let mut messages = decoder(tokio_stream::iter(frames.into_iter().map(Ok)), &Traffic::new(1 << 30));
     let mut outcome = Outcome::default();
     let mut open: Option<pb::Chunk> = None;
     loop {
@@ -71,7 +77,7 @@ fn reference(mut stream: &[u8]) -> Outcome {
         if stream.len() < PREFIX_BYTES {
             return outcome.fail(&cut());
         }
-        let bytes = match message_bytes(&stream[..PREFIX_BYTES]) {
+        let bytes = match message_bytes(&stream[..PREFIX_BYTES], MAX_MESSAGE_BYTES) {
             Ok(bytes) => bytes,
             Err(error) => return outcome.fail(&error),
         };
@@ -206,8 +212,7 @@ async fn the_data_of_a_chunk_is_not_copied() {
     let chunk = pb::Chunk { tensor: 300, offset: 1 << 40, data: data.into() };
     let stream: Bytes = framed(&pb::UpdateRequest { kind: Some(Kind::Chunk(chunk)) }.encode_to_vec()).into();
     let frames = vec![stream.slice(..2000), stream.slice(2000..2001), stream.slice(2001..)];
-    let mut messages =
-        UpdateMessages::new(tokio_stream::iter(frames.clone().into_iter().map(Ok)), &Traffic::new(1 << 30));
+    let mut messages = decoder(tokio_stream::iter(frames.clone().into_iter().map(Ok)), &Traffic::new(1 << 30));
     for frame in &frames {
         let Ok(Some(Kind::Chunk(piece))) = messages.next().await else { panic!("no piece") };
         assert_eq!(piece.data.as_ptr_range().end, frame.as_ptr_range().end);
@@ -215,7 +220,7 @@ async fn the_data_of_a_chunk_is_not_copied() {
     assert!(matches!(messages.next().await, Ok(None)));
     // A frame that begins inside the head is copied only as far as the head goes.
     let frames = [stream.slice(..PREFIX_BYTES + 3), stream.slice(PREFIX_BYTES + 3..)];
-    let mut messages = UpdateMessages::new(tokio_stream::iter(frames.clone().map(Ok)), &Traffic::new(1 << 30));
+    let mut messages = decoder(tokio_stream::iter(frames.clone().map(Ok)), &Traffic::new(1 << 30));
     let Ok(Some(Kind::Chunk(joined))) = messages.next().await else { panic!("no piece") };
     let Ok(Some(Kind::Chunk(piece))) = messages.next().await else { panic!("no second piece") };
     assert_eq!(piece.data.as_ptr_range().end, frames[1].as_ptr_range().end);
@@ -227,7 +232,7 @@ async fn the_data_of_a_chunk_is_not_copied() {
 async fn limits_are_checked_before_the_data_comes() {
     async fn refusal(start: &[u8]) -> String {
         let frames = tokio_stream::iter([Ok(Bytes::copy_from_slice(start))]);
-        let mut messages = UpdateMessages::new(frames.chain(tokio_stream::pending()), &Traffic::new(1 << 30));
+        let mut messages = decoder(frames.chain(tokio_stream::pending()), &Traffic::new(1 << 30));
         match messages.next().await {
             Err(error @ Error::InvalidArgument { .. }) => error.to_string(),
             other => panic!("{other:?}"),
@@ -252,7 +257,7 @@ async fn limits_are_checked_before_the_data_comes() {
 #[tokio::test]
 async fn a_stream_that_breaks_is_aborted() {
     let frames = [Ok(Bytes::from_static(&[0, 0])), Err(axum::Error::new("the client is gone"))];
-    let mut messages = UpdateMessages::new(tokio_stream::iter(frames), &Traffic::new(1 << 30));
+    let mut messages = decoder(tokio_stream::iter(frames), &Traffic::new(1 << 30));
     let error = messages.next().await.expect_err("broken");
     assert!(matches!(&error, Error::Aborted(message) if message.contains("the client is gone")), "{error}");
 }
@@ -263,12 +268,11 @@ async fn a_message_that_never_ends_is_counted_and_given_back() {
     let manifest = vec![0x12; 3 << 20];
     let mut frames = vec![Bytes::from([&[0][..], &(5u32 << 20).to_be_bytes()].concat())];
     frames.extend(manifest.chunks(1 << 20).map(|frame| Bytes::from(frame.to_vec())));
-    let mut messages =
-        UpdateMessages::new(tokio_stream::iter(frames.into_iter().map(Ok)).chain(tokio_stream::pending()), &traffic);
+    let mut messages = decoder(tokio_stream::iter(frames.into_iter().map(Ok)).chain(tokio_stream::pending()), &traffic);
     let late = tokio::time::timeout(Duration::from_millis(50), messages.next()).await;
     assert!(late.is_err(), "{late:?}");
     assert!(traffic.used() >= 3 << 20, "{} bytes", traffic.used());
-    let mut second = UpdateMessages::new(tokio_stream::iter([Ok(Bytes::from(vec![0x12; 5 << 20]))]), &traffic);
+    let mut second = decoder(tokio_stream::iter([Ok(Bytes::from(vec![0x12; 5 << 20]))]), &traffic);
     assert!(matches!(second.next().await, Err(Error::ResourceExhausted(_))));
     drop((messages, second));
     assert_eq!(traffic.used(), 0);
@@ -279,7 +283,7 @@ const IDLE_LIMIT: Duration = Duration::from_millis(400);
 /// How long the decoder waits for `frames` before it gives the push up.
 async fn given_up(frames: impl Stream<Item = Frame> + Send + 'static, activity: Activity) -> Duration {
     let started = std::time::Instant::now();
-    let mut messages = UpdateMessages::new(frames, &Traffic::new(1 << 30)).with_idle_limit(activity, IDLE_LIMIT);
+    let mut messages = UpdateMessages::new(frames, &Traffic::new(1 << 30), activity, IDLE_LIMIT);
     let read = tokio::time::timeout(Duration::from_secs(60), messages.next());
     match read.await.expect("it ends") {
         Err(Error::Aborted(why)) => assert!(why.contains("--update-idle-seconds"), "{why}"),
@@ -357,8 +361,10 @@ async fn updates_have_a_reader_of_their_own_and_other_calls_do_not() {
 #[tokio::test]
 async fn an_update_ends_at_its_deadline() {
     let (stage, server, _commands) = open();
-    let messages = UpdateMessages::new(tokio_stream::pending(), &Traffic::new(1 << 30));
-    let update = receive(&server, limited(messages));
+    let body = Body::from_stream(tokio_stream::pending::<Frame>());
+    let mut request = limited(());
+    request.extensions_mut().insert(UpdateBody(Arc::new(Mutex::new(body))));
+    let update = receive(&server, request);
     let status = tokio::time::timeout(Duration::from_secs(10), update).await.expect("ends").expect_err("no message");
     assert_eq!(status.code(), Code::DeadlineExceeded, "{status}");
     tokio::time::timeout(Duration::from_secs(10), stage.drained()).await.expect("nothing runs");

@@ -90,7 +90,7 @@ impl Report {
             writes_ids: sampling.return_tokens_as_token_ids.unwrap_or(false),
             includes_stop: sampling.include_stop_str_in_output.unwrap_or(false),
             stop: sampling.stop_strings(),
-            tokenizer: context.model.encoder.as_ref().map(|encoder| encoder.tokenizer().clone()),
+            tokenizer: context.model.encoder.as_ref().map(|encoder| encoder.tokenizer.clone()),
         })
     }
 

@@ -13,7 +13,7 @@ use crate::engine::Command;
 use crate::error::{Error, shown};
 use crate::server::calls::ask;
 use crate::server::http::{AppState, ErrorBody, HttpError, JsonBody, counted, members};
-use crate::server::requests::{is_chat, off_thread};
+use crate::server::requests::{INLINE_PARSE_BYTES, is_chat, off_thread};
 use crate::server::{PromptEncoder, ServingContext, convert, pb};
 use crate::types::TokenId;
 
@@ -93,11 +93,11 @@ pub(in crate::server::http) async fn tokenize(
         }
     };
     let (model, names) = (context.model.clone(), return_token_strs.unwrap_or(false));
-    let (tokens, token_strs, charge) = off_thread(is_chat(&prompt), bytes, move || {
+    let (tokens, token_strs, charge) = off_thread(is_chat(&prompt) || bytes > INLINE_PARSE_BYTES, move || {
         let tokens = convert::tokens(prompt, &model, &mut charge)?;
         charge.grow(tokens.len() as u64 * TOKEN)?;
         let name =
-            |encoder: &Arc<PromptEncoder>, token: &TokenId| encoder.tokenizer().id_to_token(*token).unwrap_or_default();
+            |encoder: &Arc<PromptEncoder>, token: &TokenId| encoder.tokenizer.id_to_token(*token).unwrap_or_default();
         let encoder = model.encoder.as_ref().filter(|_| names);
         let strings = encoder.map(|encoder| tokens.iter().map(|token| name(encoder, token)).collect());
         Ok((tokens, strings, charge))
@@ -129,10 +129,10 @@ pub(in crate::server::http) async fn detokenize(
     }
     let encoder = context.model.encoder.clone();
     let encoder = encoder.ok_or_else(|| Error::invalid("tokens", "this model has no tokenizer"))?;
-    let longest = encoder.max_bytes_per_token().map_or(TOKEN, |longest| longest as u64);
-    let (prompt, charge) = off_thread(false, bytes, move || {
+    let longest = encoder.tokenizer.max_bytes_per_token().map_or(TOKEN, |longest| longest as u64);
+    let (prompt, charge) = off_thread(bytes > INLINE_PARSE_BYTES, move || {
         charge.grow(tokens.len() as u64 * longest)?;
-        Ok((encoder.tokenizer().decode(&tokens, false), charge))
+        Ok((encoder.tokenizer.decode(&tokens, false), charge))
     })
     .await?;
     Ok(counted(ignored.name_in(Json(Detokenized { prompt })), charge))

@@ -143,7 +143,7 @@ fn message(
     if body.top_logprobs.is_some_and(|top| top > 0) && logprobs.is_none() {
         return Err(Error::invalid("top_logprobs", "needs logprobs: true"));
     }
-    let format = context.model.encoder.as_ref().and_then(|encoder| encoder.tool_format());
+    let format = context.model.encoder.as_ref().and_then(|encoder| encoder.chat_template.as_ref()?.tool_format());
     let (calling, schema) = ToolCalling::new(prompt.tools.as_deref(), body.tool_choice.as_deref(), format)?;
     let prompt_logprobs = report.prompt_logprobs.is_some();
     let top = report.top_logprobs(prompt_logprobs);

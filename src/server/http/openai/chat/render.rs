@@ -114,13 +114,13 @@ pub(in crate::server::http) async fn render(
     body: JsonBody<ChatRequest>,
 ) -> Result<Response, HttpError> {
     let context = app.server.context()?;
-    let JsonBody { value: body, bytes, mut charge, ignored, .. } = body;
+    let JsonBody { value: body, mut charge, ignored, .. } = body;
     let (mut message, options) = message(body, request_id(&headers), &context)?;
     // Compiled only by a request that samples.
     let grammar = message.sampling.as_mut().and_then(|sampling| sampling.structured_outputs.take());
     let seed = message.sampling.as_ref().and_then(|sampling| sampling.seed).map(u64::cast_signed);
     let model = context.model.clone();
-    let request = off_thread(true, bytes, move || convert::generate(message, &model, &mut charge)).await?;
+    let request = off_thread(true, move || convert::generate(message, &model, &mut charge)).await?;
     let rendered = Rendered {
         request_id: format!("chatcmpl-{}", request.request_id),
         token_ids: request.prompts.first().map_or_else(Vec::new, |prompt| prompt.tokens.to_vec()),
