@@ -2,7 +2,7 @@
 
 mod foreign;
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 use clap::builder::{PossibleValue, PossibleValuesParser, TypedValueParser};
 use clap::{CommandFactory as _, Parser, ValueEnum};
@@ -42,6 +42,21 @@ pub struct Config {
     /// Model to serve: a Hugging Face directory, a GGUF file, or org/name or org/name@revision on the hub.
     #[arg(long, help_heading = "Model", env = "ROLLOUT_MODEL", value_name = "DIR|FILE.gguf|ORG/NAME[@REV]")]
     pub model: String,
+
+    /// Names of the model in requests over HTTP; answers give the first [default: the value of --model].
+    #[arg(
+        long,
+        help_heading = "Model",
+        env = "ROLLOUT_SERVED_MODEL_NAME",
+        num_args = 1..,
+        value_delimiter = ',',
+        value_name = "NAME"
+    )]
+    pub served_model_name: Vec<String>,
+
+    /// Jinja template that turns chat messages into a prompt [default: the model's].
+    #[arg(long, help_heading = "Model", env = "ROLLOUT_CHAT_TEMPLATE", value_name = "FILE")]
+    pub chat_template: Option<PathBuf>,
 
     /// Type of weights and KV cache; auto takes the checkpoint's (bfloat16 for float16 and quantised checkpoints).
     #[arg(long, help_heading = "Model", env = "ROLLOUT_DTYPE", value_enum, default_value_t = DTypeChoice::Auto)]
@@ -357,6 +372,16 @@ impl Config {
     /// Compute threads of all ranks together: `--threads`, or one per core.
     pub fn threads(&self) -> usize {
         self.threads.unwrap_or_else(|| std::thread::available_parallelism().map_or(1, usize::from))
+    }
+
+    /// Names of the policy: `--served-model-name`, or `--model` without the revision of the hub.
+    pub fn served_names(&self) -> Vec<String> {
+        if !self.served_model_name.is_empty() {
+            return self.served_model_name.clone();
+        }
+        let is_path = Path::new(&self.model).exists();
+        let name = self.model.split_once('@').filter(|_| !is_path).map_or(&*self.model, |(name, _)| name);
+        vec![name.to_owned()]
     }
 
     /// Whether a row's results have the same bits in every batch.

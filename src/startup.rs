@@ -31,14 +31,22 @@ use memory::Plan;
 use ranks::{CommunicatorPlan, Ingredients, LoadProgress, start_ranks};
 
 /// The tokenizer and chat template of the model; `None` for a model without a tokenizer, which serves token ids only.
-fn open_encoder(files: &TokenizerFiles) -> Result<Option<Arc<PromptEncoder>>> {
+fn open_encoder(files: &TokenizerFiles, config: &Config) -> Result<Option<Arc<PromptEncoder>>> {
+    let given = config.chat_template.as_deref();
     let (tokenizer, chat_template) = match files {
-        TokenizerFiles::Gguf(metadata) => (Some(Tokenizer::from_gguf(metadata)?), ChatTemplate::from_gguf(metadata)?),
+        TokenizerFiles::Gguf(metadata) => {
+            (Some(Tokenizer::from_gguf(metadata)?), ChatTemplate::from_gguf(metadata, given)?)
+        }
         TokenizerFiles::HuggingFace { tokenizer_json, tokenizer_config_json, chat_template } => (
             tokenizer_json.exists().then(|| Tokenizer::from_file(tokenizer_json)).transpose()?,
-            ChatTemplate::from_files(tokenizer_config_json.as_deref(), chat_template.as_deref())?,
+            ChatTemplate::from_files(tokenizer_config_json.as_deref(), given.or(chat_template.as_deref()))?,
         ),
     };
+    if tokenizer.is_some() && chat_template.is_none() {
+        tracing::warn!(
+            "the model has no chat template: prompts of chat messages are rejected; give one with --chat-template FILE"
+        );
+    }
     Ok(tokenizer.map(|tokenizer| Arc::new(PromptEncoder::new(Arc::new(tokenizer), chat_template))))
 }
 
@@ -71,7 +79,7 @@ pub fn start(config: &Config, observer: Observer, recorder: Recorder) -> Result<
     model.check_tensor_parallel(config.tp)?;
     let layout = Layout::new(config, &model)?;
     let communicators = CommunicatorPlan::of_ranks(&layout.devices, config.tp, config.all_reduce)?;
-    let encoder = open_encoder(&files.tokenizer)?;
+    let encoder = open_encoder(&files.tokenizer, config)?;
     encoder.iter().for_each(|encoder| encoder.prepare_grammars(model.vocab_size));
 
     let mut decoders: Vec<_> = (0..layout.world)
@@ -84,8 +92,8 @@ pub fn start(config: &Config, observer: Observer, recorder: Recorder) -> Result<
     let sources = Sources::new(config.weights_dir.clone()).with_devices(layout.devices.clone());
     let sources = Arc::new(sources.with_traffic(traffic.clone()));
 
-    let ModelFiles { name, checkpoint, .. } = files;
-    let info = server_info(config, &layout, &model, name, count_weights(&checkpoint, &model), &sources);
+    let ModelFiles { checkpoint, .. } = files;
+    let info = server_info(config, &layout, &model, count_weights(&checkpoint, &model), &sources);
     let progress = LoadProgress::new(&checkpoint, layout.world);
     let ingredients = Ingredients {
         model: model.clone(),
@@ -146,12 +154,12 @@ fn server_info(
     config: &Config,
     layout: &Layout,
     model: &ModelConfig,
-    name: String,
     parameters: u64,
     sources: &Sources,
 ) -> ServerInfo {
     ServerInfo {
-        model: name,
+        served_names: config.served_names(),
+        root: config.model.clone(),
         architecture: model.architecture_name().into(),
         dtype: layout.dtype_name().into(),
         device: config.device.name().into(),

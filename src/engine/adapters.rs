@@ -14,24 +14,21 @@ pub(super) struct Adapters {
     max_adapters: usize,
     max_rank: usize,
     next_generation: u64,
+    /// Number of requests that have named an adapter.
+    uses: u64,
     resident: Vec<Resident>,
 }
 
 struct Resident {
-    name: String,
-    generation: u64,
-    rank: usize,
-    bytes: u64,
-    /// Whether it was replaced or removed. Requests cannot name a retired adapter, and it is dropped with its last
-    /// lease.
-    is_retired: bool,
+    /// Its status, whose leases are counted when it is asked for.
+    status: AdapterStatus,
     /// Callers of `RemoveAdapter`, which wait for its last lease to end.
     removals: Vec<(CancelFlag, Reply<Result<u64>>)>,
 }
 
 impl Adapters {
     pub fn new(max_adapters: usize, max_rank: usize) -> Self {
-        Self { max_adapters, max_rank, next_generation: 1, resident: Vec::new() }
+        Self { max_adapters, max_rank, next_generation: 1, uses: 0, resident: Vec::new() }
     }
 
     pub fn num_resident(&self) -> usize {
@@ -39,16 +36,9 @@ impl Adapters {
     }
 
     pub fn list<X: Executor>(&self, core: &EngineCore<X>) -> Vec<AdapterStatus> {
-        let status = |resident: &Resident| {
-            let &Resident { generation, rank, bytes, is_retired: retired, .. } = resident;
-            AdapterStatus {
-                name: resident.name.clone(),
-                generation,
-                rank,
-                bytes,
-                leases: core.leases(generation),
-                retired,
-            }
+        let status = |Resident { status, .. }: &Resident| AdapterStatus {
+            leases: core.leases(status.generation),
+            ..status.clone()
         };
         self.resident.iter().map(status).collect()
     }
@@ -58,8 +48,20 @@ impl Adapters {
     /// # Errors
     /// `NotFound` with the names of the resident adapters.
     pub fn find<X: Executor>(&self, core: &EngineCore<X>, name: &str) -> Result<u64> {
-        let found = self.named(name).map(|resident| resident.generation);
+        let found = self.named(name).map(|resident| resident.status.generation);
         found.ok_or_else(|| Error::NotFound(format!("adapter: {name:?} is not resident ({})", self.describe(core))))
+    }
+
+    /// Generation of the adapter that a request names, and is about to use.
+    ///
+    /// # Errors
+    /// As for [`Adapters::find`].
+    pub fn find_for_use<X: Executor>(&mut self, core: &EngineCore<X>, name: &str) -> Result<u64> {
+        let generation = self.find(core, name)?;
+        self.uses += 1;
+        let used = self.resident.iter_mut().find(|resident| resident.status.generation == generation);
+        used.expect("it was found").status.last_use = self.uses;
+        Ok(generation)
     }
 
     /// Checks that an adapter may get the name of `target`.
@@ -67,7 +69,7 @@ impl Adapters {
     /// # Errors
     /// `VersionConflict` if the name has another generation, `ResourceExhausted` if there is no free slot.
     pub fn check_target<X: Executor>(&self, core: &EngineCore<X>, target: &AdapterTarget) -> Result<()> {
-        let old = self.named(&target.name).map_or(0, |old| old.generation);
+        let old = self.named(&target.name).map_or(0, |old| old.status.generation);
         check_generation(&target.name, old, target.expected_generation)?;
         // The adapter that has the name frees its slot if no request uses it.
         let occupied = self.resident.len() - usize::from(old != 0 && core.leases(old) == 0);
@@ -97,13 +99,14 @@ impl Adapters {
         core: &mut EngineCore<X>,
         target: &AdapterTarget,
         adapter: Arc<Adapter>,
+        directory: Option<String>,
     ) -> Attempt<u64> {
         adapter.check_unmerged().map_err(Failure::Refused)?;
         self.check_rank(adapter.rank()).map_err(Failure::Refused)?;
         self.check_target(core, target).map_err(Failure::Refused)?;
         let order = WeightOrder::AddAdapter { generation: self.next_generation, adapter: adapter.clone() };
         core.check_order(&order)?;
-        let generation = self.insert(&target.name, &adapter);
+        let generation = self.insert(&target.name, &adapter, directory);
         self.drop_unused(core).map_err(Failure::Fatal)?;
         match core.executor.write(order) {
             Err(error @ Error::ResourceExhausted(_)) => {
@@ -140,9 +143,9 @@ impl Adapters {
     /// # Errors
     /// If the executor fails.
     pub fn drop_unused<X: Executor>(&mut self, core: &mut EngineCore<X>) -> Result<()> {
-        let unused = |adapter: &mut Resident| adapter.is_retired && core.leases(adapter.generation) == 0;
+        let unused = |adapter: &mut Resident| adapter.status.retired && core.leases(adapter.status.generation) == 0;
         let unused: Vec<_> = self.resident.extract_if(.., unused).collect();
-        for Resident { generation, removals, .. } in unused {
+        for Resident { status: AdapterStatus { generation, .. }, removals } in unused {
             let result = core.executor.write(WeightOrder::RemoveAdapter { generation });
             for (_, reply) in removals {
                 reply(result.clone().map(|()| generation));
@@ -154,24 +157,33 @@ impl Adapters {
 
     /// Frees the memory of all adapters. No request may be using one.
     pub fn drop_all<X: Executor>(&mut self, core: &mut EngineCore<X>) -> Attempt<()> {
-        self.resident.iter_mut().for_each(|adapter| adapter.is_retired = true);
+        self.resident.iter_mut().for_each(|adapter| adapter.status.retired = true);
         self.drop_unused(core).map_err(Failure::Fatal)
     }
 
     /// Adds an adapter and returns its generation. An adapter that had its name retires.
-    fn insert(&mut self, name: &str, adapter: &Adapter) -> u64 {
+    fn insert(&mut self, name: &str, adapter: &Adapter, directory: Option<String>) -> u64 {
         self.retire(name);
         let generation = self.next_generation;
         self.next_generation += 1;
-        let (name, rank, bytes) = (name.to_string(), adapter.rank(), adapter.bytes());
-        self.resident.push(Resident { name, generation, rank, bytes, is_retired: false, removals: Vec::new() });
+        let status = AdapterStatus {
+            name: name.to_string(),
+            generation,
+            rank: adapter.rank(),
+            bytes: adapter.bytes(),
+            directory,
+            leases: 0,
+            last_use: self.uses,
+            retired: false,
+        };
+        self.resident.push(Resident { status, removals: Vec::new() });
         generation
     }
 
     /// Retires the adapter of this name.
     fn retire(&mut self, name: &str) -> Option<&mut Resident> {
         let found = self.resident.iter_mut().find(|resident| resident.is_named(name))?;
-        found.is_retired = true;
+        found.status.retired = true;
         Some(found)
     }
 
@@ -194,10 +206,10 @@ impl Adapters {
     pub fn check_integrity<X: Executor>(&self, core: &EngineCore<X>) {
         assert!(self.resident.len() <= self.max_adapters, "{} adapters are resident", self.resident.len());
         let mut leases = 0;
-        for Resident { name, generation, is_retired, removals, .. } in &self.resident {
+        for Resident { status: AdapterStatus { name, generation, retired, .. }, removals } in &self.resident {
             leases += core.leases(*generation);
-            assert!(!is_retired || core.leases(*generation) > 0, "{name:?} is retired and unused");
-            assert!(removals.is_empty() || *is_retired, "{name:?} is to be removed and not retired");
+            assert!(!retired || core.leases(*generation) > 0, "{name:?} is retired and unused");
+            assert!(removals.is_empty() || *retired, "{name:?} is to be removed and not retired");
             let named = self.resident.iter().filter(|resident| resident.is_named(name)).count();
             assert!(named <= 1, "{named} adapters are named {name:?}");
         }
@@ -213,10 +225,9 @@ impl Adapters {
         if self.resident.is_empty() {
             return "no adapter is resident".into();
         }
-        let describe = |adapter: &Resident| {
-            let (leases, retired) =
-                (core.leases(adapter.generation), if adapter.is_retired { ", retired" } else { "" });
-            format!("{:?} with {leases} running requests{retired}", adapter.name)
+        let describe = |Resident { status, .. }: &Resident| {
+            let (leases, retired) = (core.leases(status.generation), if status.retired { ", retired" } else { "" });
+            format!("{:?} with {leases} running requests{retired}", status.name)
         };
         let names: Vec<_> = self.resident.iter().map(describe).collect();
         format!("resident: {}", names.join(", "))
@@ -226,7 +237,7 @@ impl Adapters {
 impl Resident {
     /// Whether requests can use the adapter by this name.
     fn is_named(&self, name: &str) -> bool {
-        self.name == name && !self.is_retired
+        self.status.name == name && !self.status.retired
     }
 }
 

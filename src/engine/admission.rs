@@ -34,15 +34,21 @@ impl Admission {
         self.held.len()
     }
 
-    /// Accepts a new request, holds it, or rejects it. No request is accepted if `holds_all`.
+    /// Accepts a new request, holds it, or rejects it. No request is accepted if `holds_all`, and those that do not wait
+    /// for Resume are rejected if `is_closed`.
     pub fn receive<X: Executor>(
         &mut self,
         core: &mut EngineCore<X>,
-        adapters: &Adapters,
+        adapters: &mut Adapters,
         holds_all: bool,
+        is_closed: bool,
         command: GenerateCommand,
     ) {
         let mut request = RequestState::new(command, core.metrics());
+        if is_closed && !request.waits_for_resume() {
+            return request
+                .fail(Error::Unavailable("generation is paused; send the request again after /resume".into()));
+        }
         if let Err(error) = self.check_new(core, &request) {
             return request.fail(error);
         }
@@ -67,7 +73,7 @@ impl Admission {
     }
 
     /// Accepts the held requests that no longer have to wait, in the order of arrival.
-    pub fn accept_held<X: Executor>(&mut self, core: &mut EngineCore<X>, adapters: &Adapters) {
+    pub fn accept_held<X: Executor>(&mut self, core: &mut EngineCore<X>, adapters: &mut Adapters) {
         for key in self.held.keys(|_, request| !wants_newer(core, request)) {
             let request = self.held.remove(key).expect("its key was just found");
             self.accept(core, adapters, key, request);
@@ -78,7 +84,7 @@ impl Admission {
     fn accept<X: Executor>(
         &self,
         core: &mut EngineCore<X>,
-        adapters: &Adapters,
+        adapters: &mut Adapters,
         key: RequestKey,
         mut request: RequestState,
     ) {
@@ -167,14 +173,18 @@ fn wants_newer<X: Executor>(core: &EngineCore<X>, request: &RequestState) -> boo
 }
 
 /// Checks that the request allows the serving policy, and returns the generation of the adapter that it names.
-fn check_policy<X: Executor>(core: &EngineCore<X>, adapters: &Adapters, request: &ValidRequest) -> Result<Option<u64>> {
+fn check_policy<X: Executor>(
+    core: &EngineCore<X>,
+    adapters: &mut Adapters,
+    request: &ValidRequest,
+) -> Result<Option<u64>> {
     let have = core.policy.version();
     if let Some(wanted) = request.if_weight_version.filter(|&wanted| wanted != have) {
         return Err(Error::VersionConflict(format!(
             "if_weight_version: {wanted} is not the policy that serves; that is version {have}"
         )));
     }
-    request.adapter.as_deref().map(|name| adapters.find(core, name)).transpose()
+    request.adapter.as_deref().map(|name| adapters.find_for_use(core, name)).transpose()
 }
 
 /// Suspends the accepted requests whose readers lag, and resumes those whose readers have caught up. If memory for

@@ -237,8 +237,12 @@ pub struct AdapterStatus {
     pub generation: u64,
     pub rank: usize,
     pub bytes: u64,
+    /// The directory that it was read from; `None` if a client sent it.
+    pub directory: Option<String>,
     /// Number of accepted requests that use it.
     pub leases: usize,
+    /// Orders adapters by their last use: that of the least recently used one is the lowest.
+    pub last_use: u64,
     /// Whether it was replaced or removed. A retired adapter is dropped with its last lease.
     pub retired: bool,
 }

@@ -45,6 +45,10 @@ impl Drains {
         self.0.is_empty()
     }
 
+    pub fn has_pause(&self) -> bool {
+        self.0.iter().any(|drain| matches!(drain, Drain::Pause { .. }))
+    }
+
     pub fn has_sleep(&self) -> bool {
         self.0.iter().any(|drain| matches!(drain, Drain::Sleep { .. }))
     }

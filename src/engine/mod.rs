@@ -101,6 +101,8 @@ pub struct Engine<X: Executor> {
     adapters: Adapters,
     updates: Updates,
     drains: Drains,
+    /// The mode of the last pause.
+    pause_mode: DrainMode,
     checksums: Checksums,
 }
 
@@ -139,6 +141,7 @@ impl<X: Executor> Engine<X> {
             adapters: Adapters::new(max_adapters, max_lora_rank),
             updates: Updates::new(awake),
             drains: Drains::default(),
+            pause_mode: DrainMode::default(),
             checksums: Checksums::default(),
         }
     }
@@ -239,7 +242,7 @@ impl<X: Executor> Engine<X> {
         }
         self.settle_drains()?;
         if !self.is_holding() {
-            self.admission.accept_held(&mut self.core, &self.adapters);
+            self.admission.accept_held(&mut self.core, &mut self.adapters);
         }
         suspend_laggards(&mut self.core);
         self.adapters.drop_unused(&mut self.core)?;
@@ -261,8 +264,8 @@ impl<X: Executor> Engine<X> {
         self.steps.emit(&mut self.core);
         match command {
             Command::Generate(command) => {
-                let holds_all = self.is_holding();
-                self.admission.receive(&mut self.core, &self.adapters, holds_all, *command);
+                let (holds_all, is_closed) = (self.is_holding(), self.is_closed());
+                self.admission.receive(&mut self.core, &mut self.adapters, holds_all, is_closed, *command);
             }
             Command::Abort { target, owner, reply } => reply(self.admission.abort(&mut self.core, target, owner)),
             Command::Status { reply } => reply(self.status()),
@@ -322,6 +325,12 @@ impl<X: Executor> Engine<X> {
         self.core.state != State::Running || !self.drains.is_empty()
     }
 
+    /// Whether a pause, which may still wait for running requests, rejects new requests that do not wait for Resume.
+    fn is_closed(&self) -> bool {
+        let is_paused = self.core.state == State::Paused || self.drains.has_pause();
+        is_paused && self.pause_mode != DrainMode::Keep
+    }
+
     /// Ends requests, drains, checksums and the open update if their clients are gone, and requests whose time is up.
     fn drop_cancelled(&mut self) {
         let ended = |request: &RequestState| request.cancel().is_cancelled() || request.cancel().is_expired();
@@ -362,6 +371,9 @@ impl<X: Executor> Engine<X> {
         if let Err(error) = self.check_drain(mode, &drain) {
             drain.refuse(error);
             return Ok(());
+        }
+        if let Drain::Pause { .. } = &drain {
+            self.pause_mode = mode;
         }
         match mode {
             DrainMode::Wait if self.core.must_drain() => {

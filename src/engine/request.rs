@@ -87,6 +87,9 @@ pub struct RequestClient {
     /// Time when the request's message had arrived.
     pub arrived: Instant,
     pub cancel: CancelFlag,
+    /// Whether the request is held while the server is paused by [`DrainMode::Wait`](super::DrainMode::Wait) or
+    /// [`DrainMode::Abort`](super::DrainMode::Abort); otherwise it is rejected.
+    pub waits_for_resume: bool,
     pub responder: Responder,
     /// Counts the events that the responder has sent and its reader has not taken.
     pub backlog: Backlog,

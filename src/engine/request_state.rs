@@ -170,6 +170,10 @@ impl RequestState {
         }
     }
 
+    pub fn waits_for_resume(&self) -> bool {
+        self.client.waits_for_resume
+    }
+
     pub fn cancel(&self) -> &CancelFlag {
         &self.client.cancel
     }

@@ -171,7 +171,13 @@ impl Updates {
         let started = core.clock.now();
         check_header(core, adapters, header).map_err(Failure::Refused)?;
         let adapter_generation = match (content, &header.adapter) {
-            (WeightUpdate::Lora(adapter), Some(target)) => Some(adapters.add(core, target, adapter)?),
+            (WeightUpdate::Lora(adapter), Some(target)) => {
+                let directory = match &header.source {
+                    Source::Directory(path) => Some(path.clone()),
+                    _ => None,
+                };
+                Some(adapters.add(core, target, adapter, directory)?)
+            }
             (_, Some(_)) => {
                 let error = Error::invalid("adapter", "only a LORA can stay resident");
                 return Err(Failure::Refused(error));

@@ -26,6 +26,8 @@ pub(super) struct ReceivedRequest<M> {
     pub(super) deadline: Deadline,
     /// The token's owner, who may abort the request.
     pub(super) owner: Option<Owner>,
+    /// Whether it is held, and not rejected, while the server is paused by the modes `wait` and `abort`.
+    pub(super) waits_for_resume: bool,
 }
 
 /// Whether checking a request of `bytes` bytes takes long: it is large, a grammar is compiled, or a chat is rendered.
@@ -58,7 +60,7 @@ pub(super) async fn start<M: Send + 'static, W: Writer>(
         let arrived = Instant::now();
         let (context, in_flight) = server.admit()?;
         let model = context.model.clone();
-        let ReceivedRequest { message, takes_long, mut charge, deadline, owner } = received;
+        let ReceivedRequest { message, takes_long, mut charge, deadline, owner, waits_for_resume } = received;
         let parse = off_thread(takes_long, move || {
             let request = convert(message, &model, &mut charge)?;
             // The charge, which has covered the message, covers the parsed request from here on.
@@ -79,7 +81,8 @@ pub(super) async fn start<M: Send + 'static, W: Writer>(
         let cancel = CancelOnDrop::new(&context.engine);
         let ends_at = request.time_limit.and_then(|limit| arrived.checked_add(limit));
         let time_limit = ends_at.map(|at| cancel.expire_at(at));
-        let client = RequestClient { owner, arrived, cancel: cancel.flag.clone(), responder, backlog, charge };
+        let flag = cancel.flag.clone();
+        let client = RequestClient { owner, arrived, cancel: flag, waits_for_resume, responder, backlog, charge };
         context.engine.send(Command::Generate(Box::new(GenerateCommand { request, client })))?;
         Ok(ReplyStream {
             events,

@@ -50,7 +50,10 @@ pub struct ModelFacts {
 /// Facts that `GetInfo` reports and that are not in [`ModelFacts`].
 #[derive(Clone, Debug, Default)]
 pub struct ServerInfo {
-    pub model: String,
+    /// The names of the policy, of which answers give the first unless a request gives another.
+    pub served_names: Vec<String>,
+    /// The value of `--model`.
+    pub root: String,
     pub architecture: String,
     /// Data type of weights and KV cache: `bfloat16` or `float32`.
     pub dtype: String,
@@ -70,6 +73,18 @@ pub struct ServerInfo {
     pub device_uuids: Vec<String>,
     /// Whether a result has the same bits whatever is computed beside it.
     pub batch_invariant: bool,
+}
+
+impl ServerInfo {
+    /// The first name of the policy.
+    pub fn model(&self) -> &str {
+        self.served_names.first().map_or("", String::as_str)
+    }
+
+    /// Whether a request that gives `name` as its model means the policy.
+    pub fn is_policy(&self, name: &str) -> bool {
+        name.is_empty() || self.served_names.iter().any(|served| served == name)
+    }
 }
 
 /// The stage of the process's life. It only moves forward.

@@ -94,12 +94,17 @@ impl ChatTemplate {
         source.map(|source| Self::new(source, special_tokens_of_config(&config))).transpose()
     }
 
-    /// Takes the template from the metadata of a GGUF file; `None` if there is none.
+    /// Reads the template from the file `chat_template`, or takes it from the metadata of a GGUF file; `None` if there is
+    /// none.
     ///
     /// # Errors
-    /// `Config` if the template cannot be compiled.
-    pub fn from_gguf(metadata: &HashMap<String, GgufValue>) -> Result<Option<Self>> {
-        let Some(GgufValue::String(source)) = metadata.get("tokenizer.chat_template") else { return Ok(None) };
+    /// `Config` if the file cannot be read or the template cannot be compiled.
+    pub fn from_gguf(metadata: &HashMap<String, GgufValue>, chat_template: Option<&Path>) -> Result<Option<Self>> {
+        let source = match (chat_template, metadata.get("tokenizer.chat_template")) {
+            (Some(path), _) => read(path)?,
+            (None, Some(GgufValue::String(source))) => source.clone(),
+            (None, _) => return Ok(None),
+        };
         let names = [("bos", "bos"), ("eos", "eos"), ("unk", "unknown"), ("pad", "padding")];
         let special_tokens = names
             .into_iter()
@@ -108,7 +113,7 @@ impl ChatTemplate {
                 Some((format!("{name}_token"), token.to_string()))
             })
             .collect();
-        Self::new(source.clone(), special_tokens).map(Some)
+        Self::new(source, special_tokens).map(Some)
     }
 
     /// The format in which the template shows tool calls to the model; None if that is not known.

@@ -110,6 +110,7 @@ impl Engine {
         let client = RequestClient {
             owner: None,
             arrived: std::time::Instant::now(),
+            waits_for_resume: true,
             cancel: cancel.clone(),
             responder: Box::new(move |event| {
                 let _ = sender.send(event);

@@ -162,6 +162,7 @@ impl World {
         let client = RequestClient {
             owner,
             arrived: self.now(),
+            waits_for_resume: true,
             cancel: cancel.clone(),
             responder: self.responder(number, &backlog, panics_at),
             backlog: backlog.clone(),

@@ -110,6 +110,7 @@ pub fn ask(id: &str, prompt: usize, max_tokens: u32) -> (GenerateCommand, Asked)
     let client = RequestClient {
         owner: None,
         arrived: std::time::Instant::now(),
+        waits_for_resume: true,
         cancel: cancel.clone(),
         responder: Box::new(move |event| drop(sender.send(event))),
         backlog: Backlog::new(&traffic),

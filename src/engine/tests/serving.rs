@@ -156,6 +156,7 @@ impl Fixture {
         let client = RequestClient {
             owner: None,
             arrived: std::time::Instant::now(),
+            waits_for_resume: true,
             cancel: cancel.clone(),
             responder: Box::new(move |event| drop(sender.send(event))),
             backlog: Backlog::new(&traffic),

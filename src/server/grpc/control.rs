@@ -96,7 +96,7 @@ fn info_response(context: &ServingContext) -> pb::GetInfoResponse {
     let (info, model) = (&context.info, &context.model);
     pb::GetInfoResponse {
         server_version: env!("CARGO_PKG_VERSION").into(),
-        model: info.model.clone(),
+        model: info.model().to_owned(),
         architecture: info.architecture.clone(),
         dtype: info.dtype.clone(),
         device: info.device.clone(),

@@ -42,7 +42,8 @@ impl RolloutService {
         let traffic = self.server.traffic().map_err(to_status)?;
         let charge = charge_of(&mut request, &traffic);
         let message = request.into_inner();
-        let received = ReceivedRequest { message, takes_long, charge, deadline: deadline.clone(), owner };
+        let received =
+            ReceivedRequest { message, takes_long, charge, deadline: deadline.clone(), owner, waits_for_resume: true };
         let replies = answer(deadline, start(&self.server, received, convert, writer)).await?;
         Ok(replies.map(|replies| Box::pin(replies.map(|message| message.map_err(to_status))) as Replies<_>))
     }

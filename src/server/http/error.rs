@@ -64,10 +64,9 @@ impl HttpError {
         Error::invalid(param, message).into()
     }
 
-    /// The `model` of a request is neither the policy's name nor that of a resident adapter.
+    /// The `model` of a request is neither a name of the policy nor that of a resident adapter.
     pub(super) fn no_model(message: &str) -> Self {
-        let message = format!("model: {message}; /v1/models lists what can be named");
-        Self::new(StatusCode::NOT_FOUND, "NotFoundError", Some("model".into()), &message)
+        Self::new(StatusCode::NOT_FOUND, "NotFoundError", Some("model".into()), message)
     }
 
     pub(super) fn no_route() -> Self {

@@ -1,4 +1,4 @@
-//! Facts about the server: liveness, version, models, metrics and the timeline. Metrics and the timeline do not ask the
+//! Facts about the server: liveness, version, metrics and the timeline. Metrics and the timeline do not ask the
 //! engine, so they are answered while it computes, sleeps or loads.
 
 use axum::Json;
@@ -11,11 +11,9 @@ use serde::{Deserialize, Serialize};
 use utoipa::{IntoParams, ToSchema};
 
 use super::{AppState, HttpResult};
-use crate::engine::Command;
 use crate::error::Error;
 use crate::memory::{open_files_limit, resident_bytes};
 use crate::observe::ServerFacts;
-use crate::server::calls::ask;
 use crate::server::{convert, pb};
 
 /// Content type of Prometheus' text format.
@@ -45,49 +43,6 @@ pub(super) async fn version() -> Json<Version> {
     Json(Version { version: env!("CARGO_PKG_VERSION") })
 }
 
-#[derive(Serialize, ToSchema)]
-pub(super) struct ModelList {
-    object: &'static str,
-    data: Vec<Model>,
-}
-
-/// The policy, or a resident adapter.
-#[derive(Serialize, ToSchema)]
-struct Model {
-    id: String,
-    object: &'static str,
-    /// When the server started, or for an adapter too, in seconds since 1970.
-    created: u64,
-    owned_by: &'static str,
-    root: String,
-    /// The policy's name, for an adapter.
-    parent: Option<String>,
-    /// Most tokens of prompt and completion together; null for an adapter.
-    max_model_len: Option<usize>,
-    permission: Vec<String>,
-}
-
-/// The policy and the resident adapters, each of which can be the `model` of a request.
-#[utoipa::path(get, path = "/v1/models", responses((status = 200, body = ModelList), (status = 503)))]
-pub(super) async fn models(State(app): State<AppState>) -> HttpResult<Json<ModelList>> {
-    let context = app.server.context()?;
-    let adapters = ask(&context.engine, |reply| Command::ListAdapters { reply }).await?;
-    let name = &context.info.model;
-    let model = |id: &str, parent: Option<String>, max_model_len| Model {
-        id: id.to_owned(),
-        object: "model",
-        created: app.server.observer.timeline.origin_unix() / 1_000_000_000,
-        owned_by: "rollout-server",
-        root: id.to_owned(),
-        parent,
-        max_model_len,
-        permission: Vec::new(),
-    };
-    let policy = std::iter::once(model(name, None, Some(context.model.max_model_len)));
-    let resident = adapters.iter().filter(|a| !a.retired).map(|a| model(&a.name, Some(name.clone()), None));
-    Ok(Json(ModelList { object: "list", data: policy.chain(resident).collect() }))
-}
-
 /// Metrics for Prometheus.
 #[utoipa::path(get, path = "/metrics", responses(
     (status = 200, description = "all metrics in Prometheus' text format", content_type = "text/plain", body = String),
@@ -98,7 +53,7 @@ pub(super) async fn metrics(State(AppState { server, .. }): State<AppState>) -> 
     let info = context.as_ref().map_or_else(Vec::new, |context| {
         let info = &context.info;
         vec![
-            ("model", info.model.clone()),
+            ("model", info.model().to_owned()),
             ("architecture", info.architecture.clone()),
             ("dtype", info.dtype.clone()),
             ("device", info.device.clone()),

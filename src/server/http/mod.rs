@@ -7,6 +7,7 @@ mod events;
 mod facts;
 mod members;
 mod middleware;
+mod models;
 mod openai;
 mod page;
 mod query;
@@ -70,7 +71,8 @@ fn table() -> impl Iterator<Item = (Role, Route)> {
         (Role::Anyone, routes!(facts::health)),
         (Role::Anyone, routes!(facts::ping)),
         (Role::Generate, routes!(facts::version)),
-        (Role::Generate, routes!(facts::models)),
+        (Role::Generate, routes!(models::models)),
+        (Role::Generate, routes!(models::model)),
         (Role::Generate, routes!(facts::metrics)),
         (Role::Generate, routes!(facts::timeline)),
         (Role::Generate, routes!(openai::completions::completions)),

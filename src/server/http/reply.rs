@@ -12,8 +12,8 @@ use http_body::{Frame, SizeHint};
 use serde::Serialize;
 use tokio_stream::{Stream, StreamExt as _};
 
-use super::{HttpError, HttpResult, Ignored};
-use crate::error::Error;
+use super::{HttpError, Ignored};
+use crate::error::{Error, Result};
 use crate::memory::Charge;
 use crate::server::replies::{ReplyStream, Writer};
 use crate::server::state::Panics;
@@ -94,12 +94,8 @@ pub(super) async fn answer<W: Writer<Message = Bytes> + 'static>(
     is_stream: bool,
     ignored: &Ignored,
     panics: &Panics,
-) -> HttpResult<Response> {
-    let first = match replies.next().await {
-        Some(Err(Error::NotFound(message))) => return Err(HttpError::no_model(&message)),
-        Some(first) => first?,
-        None => return Err(Error::Internal("the reply has no message".into()).into()),
-    };
+) -> Result<Response> {
+    let first = replies.next().await.unwrap_or_else(|| Err(Error::Internal("the reply has no message".into())))?;
     let length = if is_stream { SizeHint::default() } else { SizeHint::with_exact(first.len() as u64) };
     let ending = is_stream.then_some(Bytes::from_static(DONE));
     replies.messages.push_front(first);

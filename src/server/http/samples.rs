@@ -9,6 +9,7 @@ use bytes::Bytes;
 use serde::Serialize;
 use serde_json::value::RawValue;
 
+use super::models::unknown_model;
 use super::reply::{answer, json_bytes};
 use super::{AppState, HttpResult, JsonBody};
 use crate::engine::{Completion, Event, RequestKind, Summary, ValidRequest};
@@ -57,15 +58,21 @@ pub(super) async fn sample<T, S: Samples, W: FnOnce(&ValidRequest, &Traffic) -> 
     let JsonBody { value, bytes, charge, ignored, caller } = body;
     let (message, writer) = read(value, &context)?;
     let (takes_long, is_stream) = (takes_long(&message, bytes), message.stream_tokens);
+    let adapter = message.adapter.clone();
     let deadline = Deadline::new(None, &app.server);
-    let received = ReceivedRequest { message, takes_long, charge, deadline, owner: caller.owner };
+    // As vLLM since 0.33.
+    let waits_for_resume = false;
+    let received = ReceivedRequest { message, takes_long, charge, deadline, owner: caller.owner, waits_for_resume };
     let writer = |request: &ValidRequest| SampleWriter {
         is_stream,
         samples: writer(request, &context.traffic),
         charge: context.traffic.charge_always(0),
     };
     let replies = start(&app.server, received, convert::generate, writer).await?;
-    answer(replies, is_stream, &ignored, &app.server.panics).await
+    match answer(replies, is_stream, &ignored, &app.server.panics).await {
+        Err(Error::NotFound(_)) => Err(unknown_model(&context, &adapter).await),
+        answered => Ok(answered?),
+    }
 }
 
 /// Number of samples that a request makes of each prompt.

@@ -29,8 +29,6 @@ pub enum ModelSource {
 /// The opened files of a model.
 #[derive(Debug)]
 pub struct ModelFiles {
-    /// The model's name: the last part of its path, without `.gguf`, or `org/name` on the hub.
-    pub name: String,
     /// The content of `config.json`, or the configuration of a GGUF file in the same form.
     pub config: Value,
     /// The content of `generation_config.json`, if there is one.
@@ -99,23 +97,22 @@ impl ModelSource {
     /// `Config`, naming the file or the repository.
     pub fn open(&self) -> Result<ModelFiles> {
         match self {
-            Self::Directory(dir) => open_directory(dir, file_name(dir)),
+            Self::Directory(dir) => open_directory(dir),
             Self::GgufFile(path) => {
                 let checkpoint = GgufCheckpoint::open(path)?;
                 Ok(ModelFiles {
-                    name: file_name(&path.with_extension("")),
                     config: checkpoint.config().clone(),
                     generation_config: None,
                     tokenizer: TokenizerFiles::Gguf(checkpoint.metadata().clone()),
                     checkpoint: Checkpoint::Gguf(checkpoint),
                 })
             }
-            Self::Hub { repo, revision } => open_directory(&hub::snapshot(repo, revision)?, repo.clone()),
+            Self::Hub { repo, revision } => open_directory(&hub::snapshot(repo, revision)?),
         }
     }
 }
 
-fn open_directory(dir: &Path, name: String) -> Result<ModelFiles> {
+fn open_directory(dir: &Path) -> Result<ModelFiles> {
     let existing = |file: &str| -> Result<Option<PathBuf>> {
         let path = dir.join(file);
         Ok(is_there(&path)?.then_some(path))
@@ -126,7 +123,6 @@ fn open_directory(dir: &Path, name: String) -> Result<ModelFiles> {
         })
     };
     Ok(ModelFiles {
-        name,
         config: read_json(&required("config.json")?)?,
         generation_config: existing("generation_config.json")?.map(|path| read_json(&path)).transpose()?,
         tokenizer: TokenizerFiles::HuggingFace {
@@ -141,10 +137,4 @@ fn open_directory(dir: &Path, name: String) -> Result<ModelFiles> {
 fn read_json(path: &Path) -> Result<Value> {
     let text = std::fs::read_to_string(path).map_err(|e| unreadable(path, &e))?;
     serde_json::from_str(&text).map_err(|e| Error::Config(format!("{}: not JSON: {e}", path.display())))
-}
-
-/// The last part of a path. A path like `.` is resolved first.
-fn file_name(path: &Path) -> String {
-    let full = path.canonicalize().unwrap_or_else(|_| path.to_path_buf());
-    full.file_name().map_or_else(|| full.display().to_string(), |name| name.to_string_lossy().into_owned())
 }

@@ -46,7 +46,8 @@ pub fn config(port: u16) -> ServerConfig {
 /// two parameters.
 pub fn context(engine: EngineHandle) -> ServingContext {
     let model = ModelFacts { vocab_size: 100, max_model_len: 32, eos_token_ids: vec![99], encoder: None };
-    let info = ServerInfo { model: "fake".into(), dtype: "float32".into(), block_size: 16, ..Default::default() };
+    let info =
+        ServerInfo { served_names: vec!["fake".into()], dtype: "float32".into(), block_size: 16, ..Default::default() };
     let specs = vec![
         ParamSpec::new("model.norm.weight", vec![4], ShardRule::Replicated),
         ParamSpec::new("lm_head.weight", vec![6, 4], ShardRule::Rows),

@@ -120,12 +120,12 @@ fn config(context: &ServingContext) -> Value {
     let weight_transfer = context.trainers.library().map(|backend| json!({ "backend": backend }));
     json!({
         "model_config": {
-            "model": info.model,
+            "model": info.root,
             "dtype": format!("torch.{}", info.dtype),
             "logprobs_mode": "processed_logprobs",
             "max_logprobs": convert::MAX_TOP_LOGPROBS,
             "max_model_len": context.model.max_model_len,
-            "served_model_name": info.model,
+            "served_model_name": info.model(),
             "enable_sleep_mode": true,
         },
         "lora_config": lora,

@@ -9,9 +9,10 @@ use axum::response::Response;
 use serde::Deserialize;
 use utoipa::ToSchema;
 
-use crate::engine::{Command, UpdateSender};
+use crate::engine::{AdapterStatus, Command, UpdateSender};
 use crate::error::Error;
-use crate::server::calls::{CancelOnDrop, ask, reply_channel};
+use crate::server::calls::{CancelOnDrop, ask, ask_cancellable, reply_channel};
+use crate::server::http::models::adapters;
 use crate::server::http::{AppState, HttpError, HttpResult, JsonBody, Peer};
 use crate::server::pushes::{PushThread, transact};
 use crate::server::{ServingContext, convert, pb};
@@ -31,14 +32,15 @@ pub(super) struct LoadAdapter {
 }
 
 /// Loads an adapter without merging it, and keeps it resident beside the others. Generation does not pause. Cached
-/// prefixes of an earlier adapter with the same name are not reused.
+/// prefixes of an earlier adapter with the same name are not reused. If `--max-adapters` are resident, the least
+/// recently used one of those that no request uses is unloaded first.
 #[utoipa::path(post, path = "/v1/load_lora_adapter", request_body = LoadAdapter, responses(
     (status = 200, description = "the adapter is resident", body = String, content_type = "text/plain"),
     (status = 400, description = "the name is taken, the path leaves `--weights-dir`, or the files are not an \
         adapter of this model"),
     (status = 404, description = "no such directory or file"),
     (status = 409, description = "another push is open, or the server is asleep or without weights"),
-    (status = 429, description = "no free slot, or no room under the memory ceiling"),
+    (status = 429, description = "requests use all resident adapters, or there is no room under the memory ceiling"),
 ))]
 pub(super) async fn load(
     State(app): State<AppState>,
@@ -56,6 +58,7 @@ pub(super) async fn load(
     if !load_inplace && is_resident(&context, &name).await? {
         return Err(taken(&name));
     }
+    make_room(&context, &name).await?;
     let header = pb::Header {
         kind: pb::UpdateKind::Lora.into(),
         adapter: name.clone(),
@@ -112,7 +115,7 @@ pub(super) async fn unload(State(app): State<AppState>, body: JsonBody<UnloadAda
 
 /// Checks a name and the server's configuration, before anything is read.
 fn check_name(context: &ServingContext, name: &str) -> HttpResult<()> {
-    if name == context.info.model {
+    if context.info.is_policy(name) {
         return Err(wrong(&format!("The lora adapter '{name}' conflicts with a served base model.")));
     }
     if context.info.max_adapters == 0 {
@@ -125,8 +128,31 @@ fn check_name(context: &ServingContext, name: &str) -> HttpResult<()> {
 }
 
 async fn is_resident(context: &ServingContext, name: &str) -> HttpResult<bool> {
+    Ok(adapters(context).await?.iter().any(|adapter| adapter.name == name))
+}
+
+/// Removes the least recently used adapter that no request uses, if the adapter `name` finds no free slot.
+async fn make_room(context: &ServingContext, name: &str) -> HttpResult<()> {
     let adapters = ask(&context.engine, |reply| Command::ListAdapters { reply }).await?;
-    Ok(adapters.iter().any(|adapter| adapter.name == name && !adapter.retired))
+    let is_idle = |adapter: &AdapterStatus| adapter.leases == 0 && !adapter.retired;
+    let is_replaced = |adapter: &AdapterStatus| is_idle(adapter) && adapter.name == name;
+    if adapters.len() < context.info.max_adapters || adapters.iter().any(is_replaced) {
+        return Ok(());
+    }
+    let oldest = adapters.into_iter().filter(is_idle).min_by_key(|adapter| adapter.last_use);
+    let Some(AdapterStatus { name, generation, .. }) = oldest else { return Ok(()) };
+    tracing::info!(adapter = name, generation, "unloading the least recently used adapter for a new one");
+    let removed = ask_cancellable(&context.engine, |cancel, reply| Command::RemoveAdapter {
+        name,
+        expected_generation: Some(generation),
+        cancel,
+        reply,
+    });
+    match removed.await? {
+        // A gRPC client has replaced or removed it meanwhile.
+        Ok(_) | Err(Error::NotFound(_) | Error::VersionConflict(_)) => Ok(()),
+        Err(error) => Err(error.into()),
+    }
 }
 
 fn taken(name: &str) -> HttpError {
