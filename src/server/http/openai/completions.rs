@@ -14,7 +14,7 @@ use super::answers::{Chunks, Null, Report, StopReason, Usage, VersionSpan, finis
 use super::logprobs::{Logprobs, PromptLogprobs, TokenTexts};
 use super::prompt::{PromptInput, Prompts};
 use super::request_id;
-use super::sampling::{LogprobsMode, Sampling, UNSUPPORTED};
+use super::sampling::{LogprobsMode, Sampling};
 use crate::engine::{Completion, Summary, ValidRequest};
 use crate::error::{Error, Result};
 use crate::memory::Traffic;
@@ -41,7 +41,7 @@ members! {
         /// Whether the tokenizer adds its special tokens to a text (default: true).
         add_special_tokens: bool,
         ..sampling: Sampling,
-    } rejects UNSUPPORTED;
+    }
 }
 
 /// The options of a completion's answer.
@@ -104,7 +104,11 @@ fn message(body: CompletionRequest, options: &mut CompletionOptions, policy: &st
         (prompt, None) => Ok(prompt.into_message(body.add_special_tokens)),
     };
     if options.is_echo {
-        options.prompt_texts = prompts.iter().map(PromptInput::text).collect();
+        let given_text = |prompt: &PromptInput| match prompt {
+            PromptInput::Text(text) => Some(text.clone()),
+            PromptInput::Tokens(_) => None,
+        };
+        options.prompt_texts = prompts.iter().map(given_text).collect();
     }
     let prompts = messages(prompts, prompt)?;
     // OpenAI's way to score a text: no token is made, and the answer has the text's own log-probabilities. Here one

@@ -17,7 +17,7 @@ use crate::memory::Traffic;
 use crate::server::http::openai::answers::{Null, Report, StopReason, Usage, finish_reason};
 use crate::server::http::openai::logprobs::{PromptLogprobs, chosen, written};
 use crate::server::http::openai::request_id;
-use crate::server::http::openai::sampling::{LogprobsMode, Sampling, StreamOptions, UNSUPPORTED};
+use crate::server::http::openai::sampling::{LogprobsMode, Sampling, StreamOptions};
 use crate::server::http::{
     AppState, ErrorBody, FinishedSamples, HttpError, JsonBody, Samples, event, json, members, sample,
     samples_per_prompt,
@@ -63,7 +63,7 @@ members! {
         /// Report log-probabilities, with those of this many most likely tokens.
         logprobs: u32,
         ..shared: Sampling,
-    } rejects UNSUPPORTED;
+    }
 }
 
 /// The form of a reported sample.
