@@ -112,7 +112,7 @@ impl ToolCalling {
 
 /// The schema of a list of calls, each of one of the tools.
 fn list_schema(tools: &[ToolFunction]) -> Result<String> {
-    let (mut calls, mut defs, mut definitions) = (Vec::new(), BTreeMap::new(), BTreeMap::new());
+    let (mut calls, mut defs, mut definitions) = (Vec::new(), BTreeMap::<_, Box<RawValue>>::new(), BTreeMap::new());
     for (i, tool) in tools.iter().enumerate() {
         let path = || format!("tools[{i}].function.parameters");
         let schema = tool.schema();
@@ -120,7 +120,7 @@ fn list_schema(tools: &[ToolFunction]) -> Result<String> {
             .map_err(|error| Error::invalid(path(), format!("is not the JSON schema of an object: {error}")))?;
         for (all, found) in [(&mut defs, found.defs), (&mut definitions, found.definitions)] {
             for (name, definition) in found {
-                if all.get(&name).is_some_and(|other: &Box<RawValue>| other.get() != definition.get()) {
+                if all.get(&name).is_some_and(|other| other.get() != definition.get()) {
                     let message = format!("defines {:?} otherwise than another tool", shown(&name, MAX_SHOWN));
                     return Err(Error::invalid(path(), message));
                 }
