@@ -13,7 +13,7 @@ use serde::Serialize;
 use tokio_stream::{Stream, StreamExt as _};
 
 use super::{HttpError, Ignored};
-use crate::error::{Error, Result};
+use crate::error::Error;
 use crate::memory::Charge;
 use crate::server::replies::{ReplyStream, Writer};
 use crate::server::state::Panics;
@@ -94,7 +94,7 @@ pub(super) async fn answer<W: Writer<Message = Bytes> + 'static>(
     is_stream: bool,
     ignored: &Ignored,
     panics: &Panics,
-) -> Result<Response> {
+) -> Result<Response, Error> {
     let first = replies.next().await.unwrap_or_else(|| Err(Error::Internal("the reply has no message".into())))?;
     let length = if is_stream { SizeHint::default() } else { SizeHint::with_exact(first.len() as u64) };
     let ending = is_stream.then_some(Bytes::from_static(DONE));

@@ -145,9 +145,9 @@ fn gguf_metadata_names_the_template_and_its_tokens() {
         ("tokenizer.ggml.eos_token_id".to_string(), GgufValue::U32(1)),
         ("tokenizer.ggml.padding_token_id".to_string(), GgufValue::U32(7)),
     ]);
-    assert!(ChatTemplate::from_gguf(&metadata).unwrap().is_none());
+    assert!(ChatTemplate::from_gguf(&metadata, None).unwrap().is_none());
     metadata.insert("tokenizer.chat_template".to_string(), string("{{ bos_token }}{{ pad_token }}{{ eos_token }}"));
-    let template = ChatTemplate::from_gguf(&metadata).unwrap().unwrap();
+    let template = ChatTemplate::from_gguf(&metadata, None).unwrap().unwrap();
     assert_eq!(render(&template, nothing()).unwrap(), "<b><e>");
 }
 

@@ -8,7 +8,7 @@ use bytes::Bytes;
 use serde::Serialize;
 use utoipa::ToSchema;
 
-use super::logprobs::{ALTERNATIVE, LOGPROB, PromptLogprobs, TokenTexts};
+use super::logprobs::{ALTERNATIVE, ChatLogprobsWriter, LOGPROB, PromptLogprobs, TokenTexts};
 use super::sampling::{LogprobsMode, Sampling, StreamOptions};
 use crate::engine::{Completion, Summary};
 use crate::error::{Error, Result};
@@ -76,7 +76,7 @@ impl Report {
             return Err(Error::invalid("prompt_logprobs", "are not available in a stream; leave out one of the two"));
         }
         Ok(Self {
-            model: sampling.model.clone().filter(|name| !name.is_empty()).unwrap_or_else(|| info.model.clone()),
+            model: sampling.model.clone().filter(|name| !name.is_empty()).unwrap_or_else(|| info.model().to_owned()),
             // Two servers whose bits may differ have different ones.
             fingerprint: format!("rollout-server-{}-{}-{}", env!("CARGO_PKG_VERSION"), info.kernel, info.dtype),
             created: unix_seconds(),
@@ -94,19 +94,14 @@ impl Report {
         })
     }
 
-    /// Whether the model has a tokenizer, so that samples have texts.
-    pub(super) fn has_text(&self) -> bool {
-        self.tokenizer.is_some()
-    }
-
     /// Writes the tokens of one text beside their log-probabilities.
-    pub(in crate::server::http) fn token_texts(&self) -> TokenTexts {
+    pub(super) fn token_texts(&self) -> TokenTexts {
         TokenTexts::new(self.tokenizer.as_ref().filter(|_| !self.writes_ids))
     }
 
-    /// Writes the tokens of one text as their texts.
-    pub(super) fn plain_texts(&self) -> TokenTexts {
-        TokenTexts::new(self.tokenizer.as_ref())
+    /// Writes the log-probabilities of one sample of a chat.
+    pub(super) fn chat_logprobs_writer(&self) -> ChatLogprobsWriter {
+        ChatLogprobsWriter { names: self.token_texts(), texts: TokenTexts::new(self.tokenizer.as_ref()) }
     }
 
     /// The text of `tokens`, without special tokens; empty without a tokenizer.
@@ -163,7 +158,7 @@ impl Report {
         kept: &mut FinishedSamples,
     ) -> Result<Option<PromptLogprobs>> {
         kept.hold(logprobs.iter().map(|token| LOGPROB + ALTERNATIVE * token.top.len()).sum())?;
-        Ok(top.map(|top| PromptLogprobs::new(prompt.tokens[0], logprobs, top as usize, self.token_texts())))
+        Ok(top.map(|top| PromptLogprobs::new(prompt.tokens[0], logprobs, top, self.token_texts())))
     }
 
     /// The versions that made a sample's tokens, if they were requested.
@@ -185,19 +180,14 @@ pub(in crate::server::http) fn finish_reason(reason: FinishReason) -> &'static s
 /// How many tokens a request has taken.
 #[derive(Clone, Copy, Debug, Default, Serialize, ToSchema)]
 pub(in crate::server::http) struct Usage {
-    pub(super) prompt_tokens: u64,
-    pub(super) total_tokens: u64,
-    pub(super) completion_tokens: u64,
-    /// None in events of streams, which have no such members.
-    #[serde(flatten)]
-    details: Option<Details>,
-}
-
-/// The parts of the tokens.
-#[derive(Clone, Copy, Debug, Default, Serialize, ToSchema)]
-pub(in crate::server::http) struct Details {
-    prompt_tokens_details: PromptDetails,
-    completion_tokens_details: Null,
+    prompt_tokens: u64,
+    total_tokens: u64,
+    completion_tokens: u64,
+    /// Absent in events of streams, as is `completion_tokens_details`.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    prompt_tokens_details: Option<PromptDetails>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    completion_tokens_details: Option<Null>,
 }
 
 /// The parts of a prompt's tokens.
@@ -210,14 +200,16 @@ pub(in crate::server::http) struct PromptDetails {
 impl Usage {
     pub(in crate::server::http) fn new(prompt_tokens: u64, completion_tokens: u64) -> Self {
         let total_tokens = prompt_tokens + completion_tokens;
-        Self { prompt_tokens, total_tokens, completion_tokens, details: None }
+        Self { prompt_tokens, total_tokens, completion_tokens, ..Self::default() }
     }
 
     /// The figures of a request that has ended.
     pub(in crate::server::http) fn of(summary: &Summary) -> Self {
-        let prompt_tokens_details = PromptDetails { cached_tokens: summary.cached_tokens };
-        let usage = Self::new(summary.prompt_tokens, summary.completion_tokens);
-        Self { details: Some(Details { prompt_tokens_details, ..Details::default() }), ..usage }
+        Self {
+            prompt_tokens_details: Some(PromptDetails { cached_tokens: summary.cached_tokens }),
+            completion_tokens_details: Some(Null::default()),
+            ..Self::new(summary.prompt_tokens, summary.completion_tokens)
+        }
     }
 }
 
@@ -248,22 +240,19 @@ pub(super) struct PromptIds<'a> {
 /// The events of one request.
 pub(super) struct Chunks {
     pub(super) id: String,
-    object: &'static str,
-    prompt_tokens: u64,
+    pub(super) object: &'static str,
+    pub(super) prompt_tokens: u64,
     /// Tokens that were streamed so far.
     pub(super) tokens: u64,
 }
 
 impl Chunks {
-    pub(super) fn new(id: String, object: &'static str, prompt_tokens: u64) -> Self {
-        Self { id, object, prompt_tokens, tokens: 0 }
-    }
-
-    /// Sends the new part of one sample, and whether it is the last one.
-    pub(super) fn send<C: Serialize>(
+    /// Sends the new part of one sample. `is_last`: the sample ends with it.
+    pub(super) fn send(
         &self,
         report: &Report,
-        (choice, is_last): (C, bool),
+        choice: impl Serialize,
+        is_last: bool,
         prompt: Option<PromptIds<'_>>,
         out: &mut VecDeque<Bytes>,
     ) {

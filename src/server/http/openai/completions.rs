@@ -11,17 +11,17 @@ use serde_json::value::RawValue;
 use utoipa::ToSchema;
 
 use super::answers::{Chunks, Null, Report, StopReason, Usage, VersionSpan, finish_reason};
-use super::logprobs::{Logprobs, PromptLogprobs, TokenTexts};
+use super::logprobs::{Logprobs, LogprobsWriter, PromptLogprobs};
 use super::prompt::{PromptInput, Prompts};
 use super::request_id;
-use super::sampling::{LogprobsMode, Sampling, UNSUPPORTED};
+use super::sampling::{LogprobsMode, Sampling};
 use crate::engine::{Completion, Summary, ValidRequest};
 use crate::error::{Error, Result};
 use crate::memory::Traffic;
 use crate::server::http::{
-    AppState, ErrorBody, FinishedSamples, HttpError, JsonBody, Samples, json, members, sample, samples_per_prompt,
+    AppState, FinishedSamples, HttpResult, JsonBody, Samples, json, members, sample, samples_per_prompt,
 };
-use crate::server::pb;
+use crate::server::{ServingContext, pb};
 use crate::types::{Prompt, TokenId, TokenLogprobs};
 
 /// Bytes that are kept for each sample until the answer is sent.
@@ -41,7 +41,7 @@ members! {
         /// Whether the tokenizer adds its special tokens to a text (default: true).
         add_special_tokens: bool,
         ..sampling: Sampling,
-    } rejects UNSUPPORTED;
+    }
 }
 
 /// The options of a completion's answer.
@@ -56,66 +56,63 @@ struct CompletionOptions {
 }
 
 /// Generates `n` samples of each prompt, returned as one answer or as server-sent events.
-#[utoipa::path(
-    post,
-    path = "/v1/completions",
-    request_body = CompletionRequest,
-    responses(
-        (status = 200, description = "the samples, or events of their tokens", body = CompletionAnswer),
-        (status = 400, description = "a member of the body is wrong", body = ErrorBody),
-        (status = 404, description = "no such model or adapter", body = ErrorBody),
-        (status = 409, description = "the server is asleep or without weights, or has another weight version",
-            body = ErrorBody),
-        (status = 413, description = "the body is too large", body = ErrorBody),
-        (status = 429, description = "the queue or the memory for requests is full, or the answer would be too \
-            large", body = ErrorBody),
-        (status = 503, description = "the server is starting or shutting down", body = ErrorBody),
-    )
-)]
+#[utoipa::path(post, path = "/v1/completions", request_body = CompletionRequest, responses(
+    (status = 200, description = "the samples, or events of their tokens", body = CompletionAnswer),
+    (status = 404, description = "no such model or adapter"),
+    (status = 409, description = "asleep, without weights, or of another weight version"),
+))]
 pub(in crate::server::http) async fn completions(
     State(app): State<AppState>,
     headers: HeaderMap,
     body: JsonBody<CompletionRequest>,
-) -> std::result::Result<Response, HttpError> {
-    sample(&app, body, |mut body, context| {
-        body.sampling.request_id = request_id(&headers).or(body.sampling.request_id);
-        let report = Report::new(&body.sampling, body.logprobs, context)?;
-        let is_echo = body.echo.unwrap_or(false);
-        let mut options = CompletionOptions { report, is_echo, prompt_texts: Vec::new(), drops_tokens: false };
-        let message = message(body, &mut options, &context.info.model)?;
+) -> HttpResult<Response> {
+    sample(&app, body, |body, context| {
+        let (message, options) = message(body, request_id(&headers), context)?;
         Ok((message, |request: &ValidRequest, traffic: &Traffic| CompletionWriter::new(request, options, traffic)))
     })
     .await
 }
 
-/// The message that a gRPC client would send for the body.
-fn message(body: CompletionRequest, options: &mut CompletionOptions, policy: &str) -> Result<pb::GenerateRequest> {
-    let sampling = body.sampling;
+/// The message that a gRPC client would send for the body, and the options of its answer. `id` is the request's name by
+/// its headers.
+///
+/// # Errors
+/// `InvalidArgument` for members whose values only HTTP's bodies can have.
+fn message(
+    body: CompletionRequest,
+    id: Option<String>,
+    context: &ServingContext,
+) -> Result<(pb::GenerateRequest, CompletionOptions)> {
+    let CompletionRequest { mut sampling, logprobs, max_tokens, add_special_tokens, .. } = body;
+    sampling.request_id = id.or(sampling.request_id);
+    let report = Report::new(&sampling, logprobs, context)?;
     let prompts = body.prompt.ok_or_else(|| Error::invalid("prompt", "is missing; give a text or token ids"))?.0;
-    let keep = sampling.truncate_prompt_tokens.map(|keep| keep as usize);
-    let prompt = |prompt: PromptInput| match (prompt, keep) {
+    let is_echo = body.echo.unwrap_or(false);
+    let given_text = |prompt: &PromptInput| match prompt {
+        PromptInput::Text(text) => Some(text.clone()),
+        PromptInput::Tokens(_) => None,
+    };
+    let prompt_texts = if is_echo { prompts.iter().map(given_text).collect() } else { Vec::new() };
+    let prompts = messages(prompts, |prompt| match (prompt, sampling.truncate_prompt_tokens) {
         (PromptInput::Text(_), Some(_)) => {
             Err(Error::invalid("truncate_prompt_tokens", "is supported for prompts of token ids; send those"))
         }
         (PromptInput::Tokens(mut tokens), Some(keep)) => {
-            tokens.drain(..tokens.len().saturating_sub(keep));
+            tokens.drain(..tokens.len().saturating_sub(keep as usize));
             Ok(PromptInput::Tokens(tokens).into_message(None))
         }
-        (prompt, None) => Ok(prompt.into_message(body.add_special_tokens)),
-    };
-    if options.is_echo {
-        options.prompt_texts = prompts.iter().map(PromptInput::text).collect();
-    }
-    let prompts = messages(prompts, prompt)?;
+        (prompt, None) => Ok(prompt.into_message(add_special_tokens)),
+    })?;
     // OpenAI's way to score a text: no token is made, and the answer has the text's own log-probabilities. Here one
     // token is made and dropped.
-    options.drops_tokens = options.is_echo && body.max_tokens == Some(0);
-    let max_tokens = if options.drops_tokens { Some(1) } else { body.max_tokens };
-    let prompt_logprobs =
-        options.report.prompt_logprobs.is_some() || options.is_echo && options.report.logprobs.is_some();
-    let top = options.report.top_logprobs(prompt_logprobs);
-    let message = sampling.into_message(prompts, max_tokens, top, policy)?;
-    Ok(pb::GenerateRequest { prompt_logprobs, return_text: options.report.has_text(), ..message })
+    let drops_tokens = is_echo && max_tokens == Some(0);
+    let max_tokens = if drops_tokens { Some(1) } else { max_tokens };
+    let prompt_logprobs = report.prompt_logprobs.is_some() || is_echo && logprobs.is_some();
+    let top = report.top_logprobs(prompt_logprobs);
+    let message = sampling.into_message(prompts, max_tokens, top, &context.info)?;
+    let return_text = context.model.encoder.is_some();
+    let options = CompletionOptions { report, is_echo, prompt_texts, drops_tokens };
+    Ok((pb::GenerateRequest { prompt_logprobs, return_text, ..message }, options))
 }
 
 /// The messages that `message` makes of prompts, in a list that does not grow: that would take its memory three times.
@@ -144,35 +141,25 @@ pub(in crate::server::http) struct CompletionAnswer<'a> {
     metrics: Null,
 }
 
-/// One sample.
+/// One sample, or the part of it in one event.
 #[derive(Default, Serialize, ToSchema)]
 struct Choice<'a> {
     /// Number of the prompt times `n`, plus the number of the sample.
     index: usize,
     text: String,
     logprobs: Option<Logprobs>,
-    /// `stop`, `length`, or `abort` for a sample that was aborted.
-    finish_reason: &'static str,
+    /// `stop`, `length`, or `abort` for a sample that was aborted; null before its end.
+    finish_reason: Option<&'static str>,
     /// The stop string or stop token that ended the sample.
     stop_reason: Option<StopReason>,
     token_ids: Option<Vec<TokenId>>,
-    prompt_logprobs: Option<&'a PromptLogprobs>,
-    prompt_token_ids: Option<&'a [TokenId]>,
-    routed_experts: Null,
+    /// Absent in events, as is `routed_experts`.
     #[serde(skip_serializing_if = "Option::is_none")]
-    weight_versions: Option<Vec<VersionSpan>>,
-}
-
-/// The part of a sample in one event.
-#[derive(Serialize, Default)]
-struct ChunkChoice {
-    index: usize,
-    text: String,
-    logprobs: Option<Logprobs>,
-    finish_reason: Option<&'static str>,
-    stop_reason: Option<StopReason>,
-    prompt_token_ids: Option<Vec<TokenId>>,
-    token_ids: Option<Vec<TokenId>>,
+    #[schema(value_type = Option<PromptLogprobs>)]
+    prompt_logprobs: Option<Option<&'a PromptLogprobs>>,
+    prompt_token_ids: Option<&'a [TokenId]>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    routed_experts: Option<Null>,
     #[serde(skip_serializing_if = "Option::is_none")]
     weight_versions: Option<Vec<VersionSpan>>,
 }
@@ -185,13 +172,6 @@ struct PromptFacts {
     reported: Option<PromptLogprobs>,
 }
 
-/// The state of one streamed sample.
-struct Streamed {
-    texts: TokenTexts,
-    /// Characters of the tokens so far.
-    offset: usize,
-}
-
 /// Turns the events of one request into its answer, or into the events of its stream.
 struct CompletionWriter {
     options: CompletionOptions,
@@ -200,7 +180,7 @@ struct CompletionWriter {
     facts: Vec<PromptFacts>,
     kept: FinishedSamples,
     /// The samples of a stream that have begun.
-    streamed: Vec<Option<Streamed>>,
+    streamed: Vec<Option<LogprobsWriter>>,
     chunks: Chunks,
 }
 
@@ -210,7 +190,6 @@ impl CompletionWriter {
         let count = request.prompts.len() * samples;
         let (kept, streamed) = if options.report.is_stream { (0, count) } else { (count, 0) };
         let echoes: usize = options.prompt_texts.iter().flatten().map(|text| text.len() + size_of::<String>()).sum();
-        let prompt_tokens = request.prompts.iter().map(|prompt| prompt.tokens.len() as u64).sum();
         Self {
             options,
             prompts: request.prompts.clone(),
@@ -218,7 +197,12 @@ impl CompletionWriter {
             facts: request.prompts.iter().map(|_| PromptFacts::default()).collect(),
             kept: FinishedSamples::new(kept, echoes + count * SAMPLE, traffic),
             streamed: (0..streamed).map(|_| None).collect(),
-            chunks: Chunks::new(format!("cmpl-{}", request.request_id), "text_completion", prompt_tokens),
+            chunks: Chunks {
+                id: format!("cmpl-{}", request.request_id),
+                object: "text_completion",
+                prompt_tokens: request.prompts.iter().map(|prompt| prompt.tokens.len() as u64).sum(),
+                tokens: 0,
+            },
         }
     }
 
@@ -242,23 +226,53 @@ impl CompletionWriter {
         given.unwrap_or_else(|| self.options.report.text(&self.prompts[prompt].tokens))
     }
 
-    /// Log-probabilities that begin with those of the prompt, if it is echoed.
-    fn begun_logprobs(&self, prompt: usize, texts: &mut TokenTexts, offset: &mut usize) -> Logprobs {
+    fn logprobs_writer(&self) -> LogprobsWriter {
+        let report = &self.options.report;
+        LogprobsWriter::new(report.token_texts(), report.logprobs.unwrap_or(0))
+    }
+
+    /// The log-probabilities of `tokens`, if they were requested. The first of a sample follow those of an echo.
+    fn logprobs(
+        &self,
+        prompt: usize,
+        tokens: &[TokenLogprobs],
+        are_first: bool,
+        writer: &mut LogprobsWriter,
+    ) -> Option<Logprobs> {
+        self.options.report.logprobs?;
         let mut logprobs = Logprobs::default();
-        let facts = &self.facts[prompt];
-        if let Some(echo) = &facts.echo {
-            let mode = LogprobsMode::Raw;
-            let top = self.options.report.logprobs.unwrap_or(0) as usize;
-            logprobs.push_first(self.prompts[prompt].tokens[0], texts, offset);
-            echo.iter().for_each(|token| logprobs.push(token, mode, top, texts, offset));
+        if let Some(echo) = self.facts[prompt].echo.as_ref().filter(|_| are_first) {
+            writer.push_first(self.prompts[prompt].tokens[0], &mut logprobs);
+            echo.iter().for_each(|token| writer.push(token, LogprobsMode::Raw, &mut logprobs));
         }
-        logprobs
+        tokens.iter().for_each(|token| writer.push(token, self.options.report.mode, &mut logprobs));
+        Some(logprobs)
+    }
+
+    /// The ids of `tokens`, if they were requested.
+    fn ids(&self, tokens: &[TokenLogprobs]) -> Option<Vec<TokenId>> {
+        self.options.report.returns_ids.then(|| tokens.iter().map(|token| token.token).collect())
+    }
+
+    /// The end of a sample, with the text that follows that of its tokens.
+    fn ended(&self, completion: &Completion) -> Choice<'static> {
+        let report = &self.options.report;
+        let stop_reason = report.stop_reason(completion);
+        Choice {
+            index: self.index((completion.prompt_index, completion.sample_index)),
+            text: report.ending(stop_reason.as_ref()).to_owned(),
+            finish_reason: Some(finish_reason(completion.finish_reason)),
+            stop_reason,
+            token_ids: self.ids(&[]),
+            weight_versions: report.versions(completion),
+            ..Choice::default()
+        }
     }
 
     /// Sends one event of a stream.
-    fn send(&self, choice: ChunkChoice, out: &mut VecDeque<Bytes>) {
+    fn send(&self, choice: Choice<'_>, out: &mut VecDeque<Bytes>) {
         let is_last = choice.finish_reason.is_some();
-        self.chunks.send(&self.options.report, (choice, is_last), None, out);
+        self.chunks.send(&self.options.report, choice, is_last, None, out);
     }
 }
 
@@ -281,85 +295,53 @@ impl Samples for CompletionWriter {
         self.chunks.tokens += 1;
         let is_first = self.streamed[index].is_none();
         let held = self.hold_logprobs(prompt, 1, is_first)?;
-        let mut chunk = ChunkChoice { index, ..Default::default() };
-        let mut streamed = self.streamed[index]
-            .take()
-            .unwrap_or_else(|| Streamed { texts: self.options.report.token_texts(), offset: 0 });
-        if let Some(top) = self.options.report.logprobs {
-            let Streamed { texts, offset } = &mut streamed;
-            let mut logprobs = if is_first { self.begun_logprobs(prompt, texts, offset) } else { Logprobs::default() };
-            if !self.options.drops_tokens {
-                logprobs.push(token, self.options.report.mode, top as usize, texts, offset);
-            }
-            chunk.logprobs = Some(logprobs);
-        }
-        self.streamed[index] = Some(streamed);
-        if is_first {
-            chunk.text = self.echo(prompt);
-        }
-        if !self.options.drops_tokens {
-            chunk.text.push_str(&text);
-        }
-        if self.options.report.returns_ids {
-            chunk.prompt_token_ids = is_first.then(|| self.prompts[prompt].tokens.to_vec());
-            chunk.token_ids = Some(if self.options.drops_tokens { Vec::new() } else { vec![token.token] });
-        }
-        self.send(chunk, out);
+        let mut writer = self.streamed[index].take().unwrap_or_else(|| self.logprobs_writer());
+        let token = std::slice::from_ref(token);
+        let (tokens, text) = if self.options.drops_tokens { (&[][..], "") } else { (token, text.as_str()) };
+        let shows_prompt = is_first && self.options.report.returns_ids;
+        let choice = Choice {
+            index,
+            text: if is_first { self.echo(prompt) + text } else { text.to_owned() },
+            logprobs: self.logprobs(prompt, tokens, is_first, &mut writer),
+            prompt_token_ids: shows_prompt.then_some(&self.prompts[prompt].tokens[..]),
+            token_ids: self.ids(tokens),
+            ..Choice::default()
+        };
+        self.send(choice, out);
+        self.streamed[index] = Some(writer);
         self.kept.release(held);
         Ok(())
     }
 
     fn text(&mut self, at: (u32, u32), text: String, out: &mut VecDeque<Bytes>) {
-        let token_ids = self.options.report.returns_ids.then(Vec::new);
-        self.send(ChunkChoice { index: self.index(at), text, token_ids, ..Default::default() }, out);
+        self.send(Choice { index: self.index(at), text, token_ids: self.ids(&[]), ..Choice::default() }, out);
     }
 
     fn end_sample(&mut self, completion: &Completion, out: &mut VecDeque<Bytes>) {
-        let report = &self.options.report;
-        let stop_reason = report.stop_reason(completion);
-        let choice = ChunkChoice {
-            index: self.index((completion.prompt_index, completion.sample_index)),
-            text: report.ending(stop_reason.as_ref()).to_owned(),
-            finish_reason: Some(finish_reason(completion.finish_reason)),
-            stop_reason,
-            token_ids: report.returns_ids.then(Vec::new),
-            weight_versions: report.versions(completion),
-            ..Default::default()
-        };
-        self.send(choice, out);
+        self.send(self.ended(completion), out);
     }
 
     fn keep_sample(&mut self, completion: Completion) -> Result<()> {
         let prompt = completion.prompt_index as usize;
-        let index = self.index((completion.prompt_index, completion.sample_index));
         let held = self.hold_logprobs(prompt, completion.tokens.len(), true)?;
         let report = &self.options.report;
-        let tokens = if self.options.drops_tokens { &[][..] } else { &completion.tokens[..] };
-        let logprobs = self.options.report.logprobs.map(|top| {
-            let (mut texts, mut offset) = (report.token_texts(), 0);
-            let mut logprobs = self.begun_logprobs(prompt, &mut texts, &mut offset);
-            tokens.iter().for_each(|t| logprobs.push(t, report.mode, top as usize, &mut texts, &mut offset));
-            logprobs
-        });
-        let stop_reason = report.stop_reason(&completion);
-        let mut text = self.echo(prompt);
+        let ended = self.ended(&completion);
+        let (mut tokens, mut text) = (&[][..], self.echo(prompt));
         if !self.options.drops_tokens {
+            tokens = &completion.tokens;
             text.push_str(completion.text.as_deref().unwrap_or_default());
-            text.push_str(report.ending(stop_reason.as_ref()));
+            text.push_str(&ended.text);
         }
         let choice = Choice {
-            index,
             text,
-            logprobs,
-            finish_reason: finish_reason(completion.finish_reason),
-            stop_reason,
-            token_ids: report.returns_ids.then(|| tokens.iter().map(|token| token.token).collect()),
-            prompt_logprobs: self.facts[prompt].reported.as_ref(),
+            logprobs: self.logprobs(prompt, tokens, true, &mut self.logprobs_writer()),
+            token_ids: self.ids(tokens),
+            prompt_logprobs: Some(self.facts[prompt].reported.as_ref()),
             prompt_token_ids: report.returns_ids.then_some(&self.prompts[prompt].tokens[..]),
-            weight_versions: report.versions(&completion),
-            ..Choice::default()
+            routed_experts: Some(Null::default()),
+            ..ended
         };
-        self.kept.push(index, &choice, held)
+        self.kept.push(choice.index, &choice, held)
     }
 
     fn end_stream(&mut self, summary: &Summary, out: &mut VecDeque<Bytes>) {

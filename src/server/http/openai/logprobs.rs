@@ -2,7 +2,6 @@
 
 use std::sync::Arc;
 
-use serde::ser::SerializeMap as _;
 use serde::{Serialize, Serializer};
 use utoipa::ToSchema;
 
@@ -34,32 +33,25 @@ pub(in crate::server::http) fn chosen(token: &TokenLogprobs, mode: LogprobsMode)
     }
 }
 
-/// Writes tokens of one text as strings.
-#[derive(Clone)]
-pub(in crate::server::http) struct TokenTexts {
-    /// None writes `token_id:N`.
-    detokenizer: Option<IncrementalDetokenizer>,
-    tokenizer: Option<Arc<Tokenizer>>,
-}
+/// Writes tokens of one text as strings: as text, or as `token_id:N` without a tokenizer.
+pub(super) struct TokenTexts(Option<(Arc<Tokenizer>, IncrementalDetokenizer)>);
 
 impl TokenTexts {
-    /// Writes tokens as text, or as `token_id:N` without a tokenizer.
     pub(super) fn new(tokenizer: Option<&Arc<Tokenizer>>) -> Self {
-        let tokenizer = tokenizer.cloned();
-        Self { detokenizer: tokenizer.clone().map(|t| IncrementalDetokenizer::new(t, false)), tokenizer }
+        Self(tokenizer.map(|tokenizer| (tokenizer.clone(), IncrementalDetokenizer::new(tokenizer.clone(), false))))
     }
 
     /// The text that `token` adds: nothing if it ends within a character, which the token that completes it has.
-    pub(super) fn next(&mut self, token: TokenId) -> String {
-        let Some(detokenizer) = &mut self.detokenizer else { return by_id(token) };
+    fn next(&mut self, token: TokenId) -> String {
+        let Some((_, detokenizer)) = &mut self.0 else { return by_id(token) };
         let mut text = String::new();
         detokenizer.push(token, &mut text);
         text
     }
 
-    /// The text of an alternative to the next token.
-    pub(super) fn alternative(&self, token: TokenId) -> String {
-        self.tokenizer.as_ref().map_or_else(|| by_id(token), |tokenizer| tokenizer.decode(&[token], false))
+    /// The text of an alternative to a token.
+    fn alternative(&self, token: TokenId) -> String {
+        self.0.as_ref().map_or_else(|| by_id(token), |(tokenizer, _)| tokenizer.decode(&[token], false))
     }
 }
 
@@ -75,57 +67,64 @@ pub(super) struct Logprobs {
     token_logprobs: Vec<Option<f32>>,
     tokens: Vec<String>,
     /// For each token it and the most likely ones, by their texts.
+    #[schema(value_type = Vec<Option<BTreeMap<String, f32>>>)]
     top_logprobs: Vec<Option<TopLogprobs>>,
 }
 
-/// Tokens and their log-probabilities, written as an object.
-#[derive(Debug, ToSchema)]
-#[schema(value_type = std::collections::BTreeMap<String, f32>)]
-struct TopLogprobs(Vec<(String, Option<f32>)>);
+type TopLogprobs = Object<String, Option<f32>>;
 
-impl Serialize for TopLogprobs {
+/// A JSON object with its members in this order.
+#[derive(Debug)]
+struct Object<K, V>(Vec<(K, V)>);
+
+impl<K: Serialize, V: Serialize> Serialize for Object<K, V> {
     fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
-        let mut map = serializer.serialize_map(None)?;
-        for (i, (text, logprob)) in self.0.iter().enumerate() {
-            // Equal texts of different tokens are one member, and the first is the more likely.
-            if self.0[..i].iter().all(|(other, _)| other != text) {
-                map.serialize_entry(text, logprob)?;
-            }
-        }
-        map.end()
+        serializer.collect_map(self.0.iter().map(|(name, value)| (name, value)))
     }
 }
 
-impl Logprobs {
-    /// Adds a token without log-probabilities: the first of a prompt.
-    pub(super) fn push_first(&mut self, token: TokenId, texts: &mut TokenTexts, offset: &mut usize) {
-        self.push_text(texts.next(token), offset);
-        self.token_logprobs.push(None);
-        self.top_logprobs.push(None);
+/// Writes the log-probabilities of the tokens of one sample.
+pub(super) struct LogprobsWriter {
+    texts: TokenTexts,
+    /// How many most likely tokens are reported beside each.
+    top: usize,
+    /// Where the next token begins in the text, in characters.
+    offset: usize,
+}
+
+impl LogprobsWriter {
+    pub(super) fn new(texts: TokenTexts, top: u32) -> Self {
+        Self { texts, top: top as usize, offset: 0 }
     }
 
-    /// Adds a token with those of its `top` most likely alternatives. `offset` is where its text begins, and moves on.
-    pub(super) fn push(
-        &mut self,
-        token: &TokenLogprobs,
-        mode: LogprobsMode,
-        top: usize,
-        texts: &mut TokenTexts,
-        offset: &mut usize,
-    ) {
-        let others = token.top.iter().take(top).filter(|(other, _)| *other != token.token);
-        let others: Vec<_> = others.map(|&(other, value)| (texts.alternative(other), written(value))).collect();
-        let (text, value) = (texts.next(token.token), written(chosen(token, mode)));
-        let all = std::iter::once((text.clone(), value)).chain(others).collect();
-        self.push_text(text, offset);
-        self.token_logprobs.push(value);
-        self.top_logprobs.push(Some(TopLogprobs(all)));
+    /// Adds a token without log-probabilities, which the first of a prompt is, to `out`.
+    pub(super) fn push_first(&mut self, token: TokenId, out: &mut Logprobs) {
+        let text = self.texts.next(token);
+        self.add(text, None, None, out);
     }
 
-    fn push_text(&mut self, text: String, offset: &mut usize) {
-        self.text_offset.push(*offset);
-        *offset += text.chars().count();
-        self.tokens.push(text);
+    /// Adds a token and its most likely alternatives to `out`.
+    pub(super) fn push(&mut self, token: &TokenLogprobs, mode: LogprobsMode, out: &mut Logprobs) {
+        let (text, value) = (self.texts.next(token.token), written(chosen(token, mode)));
+        // A list that grows would take more than is counted.
+        let mut all = Vec::with_capacity(1 + self.top);
+        all.push((text.clone(), value));
+        for &(other, value) in token.top.iter().take(self.top).filter(|(other, _)| *other != token.token) {
+            let text = self.texts.alternative(other);
+            // Equal texts of different tokens are one member, and the first is the more likely.
+            if all.iter().all(|(before, _)| *before != text) {
+                all.push((text, written(value)));
+            }
+        }
+        self.add(text, value, Some(Object(all)), out);
+    }
+
+    fn add(&mut self, text: String, logprob: Option<f32>, top: Option<TopLogprobs>, out: &mut Logprobs) {
+        out.text_offset.push(self.offset);
+        self.offset += text.chars().count();
+        out.tokens.push(text);
+        out.token_logprobs.push(logprob);
+        out.top_logprobs.push(top);
     }
 }
 
@@ -152,28 +151,31 @@ struct NamedLogprob {
     bytes: Vec<u8>,
 }
 
-impl ChatLogprobs {
-    /// Adds a token with the `top` most likely ones. `names` writes tokens, `texts` their texts.
-    pub(super) fn push(
-        &mut self,
-        token: &TokenLogprobs,
-        mode: LogprobsMode,
-        top: usize,
-        names: &mut TokenTexts,
-        texts: &mut TokenTexts,
-    ) {
-        let other = |&(other, value): &(TokenId, f32)| NamedLogprob {
-            token: names.alternative(other),
-            logprob: written(value),
-            bytes: texts.alternative(other).into_bytes(),
+/// Writes the log-probabilities of the tokens of one sample of a chat.
+pub(super) struct ChatLogprobsWriter {
+    /// The tokens as text or as `token_id:N`.
+    pub(super) names: TokenTexts,
+    /// The tokens as text, for their bytes.
+    pub(super) texts: TokenTexts,
+}
+
+impl ChatLogprobsWriter {
+    /// The log-probabilities of `tokens`, with the `top` most likely tokens at the place of each.
+    pub(super) fn write(&mut self, tokens: &[TokenLogprobs], mode: LogprobsMode, top: u32) -> ChatLogprobs {
+        let entry = |token: &TokenLogprobs| {
+            let sampled = NamedLogprob {
+                token: self.names.next(token.token),
+                logprob: written(chosen(token, mode)),
+                bytes: self.texts.next(token.token).into_bytes(),
+            };
+            let other = |&(other, value): &(TokenId, f32)| NamedLogprob {
+                token: self.names.alternative(other),
+                logprob: written(value),
+                bytes: self.texts.alternative(other).into_bytes(),
+            };
+            ChatLogprob { sampled, top_logprobs: token.top.iter().take(top as usize).map(other).collect() }
         };
-        let top_logprobs = token.top.iter().take(top).map(other).collect();
-        let sampled = NamedLogprob {
-            token: names.next(token.token),
-            logprob: written(chosen(token, mode)),
-            bytes: texts.next(token.token).into_bytes(),
-        };
-        self.content.push(ChatLogprob { sampled, top_logprobs });
+        ChatLogprobs { content: tokens.iter().map(entry).collect() }
     }
 }
 
@@ -186,43 +188,30 @@ struct PromptLogprob {
     decoded_token: String,
 }
 
-/// The tokens that stand or might have stood at one place of a prompt, by their ids.
-#[derive(Debug, ToSchema)]
-#[schema(value_type = std::collections::BTreeMap<String, PromptLogprob>)]
-struct PromptPosition(Vec<(TokenId, PromptLogprob)>);
-
-impl Serialize for PromptPosition {
-    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
-        serializer.collect_map(self.0.iter().map(|(token, logprob)| (token, logprob)))
-    }
-}
-
-/// Log-probabilities of a prompt's tokens: null for the first, then one object for each place.
+/// Log-probabilities of a prompt's tokens: null for the first, then for each place the tokens that stand or might have
+/// stood there, by their ids.
 #[derive(Debug, Serialize, ToSchema)]
 #[serde(transparent)]
-pub(in crate::server::http) struct PromptLogprobs(Vec<Option<PromptPosition>>);
+#[schema(value_type = Vec<Option<BTreeMap<String, PromptLogprob>>>)]
+pub(in crate::server::http) struct PromptLogprobs(Vec<Option<Object<TokenId, PromptLogprob>>>);
 
 impl PromptLogprobs {
     /// Those of a prompt that begins with `first` and continues with `rest`, with the `top` most likely tokens each.
     /// They are of the model's own distribution.
-    pub(in crate::server::http) fn new(
-        first: TokenId,
-        rest: &[TokenLogprobs],
-        top: usize,
-        mut texts: TokenTexts,
-    ) -> Self {
+    pub(super) fn new(first: TokenId, rest: &[TokenLogprobs], top: u32, mut texts: TokenTexts) -> Self {
+        let top = top as usize;
         texts.next(first);
         let position = |token: &TokenLogprobs| {
-            let others = token.top.iter().take(top).zip(1..).filter(|((other, _), _)| *other != token.token);
-            let others: Vec<_> = others
-                .map(|(&(other, value), rank)| {
-                    let decoded_token = texts.alternative(other);
-                    (other, PromptLogprob { logprob: written(value), rank, decoded_token })
-                })
-                .collect();
             let decoded_token = texts.next(token.token);
             let own = PromptLogprob { logprob: written(token.raw), rank: token.rank, decoded_token };
-            Some(PromptPosition(std::iter::once((token.token, own)).chain(others).collect()))
+            let others = token.top.iter().take(top).zip(1..).filter(|((other, _), _)| *other != token.token);
+            let mut all = Vec::with_capacity(1 + top);
+            all.push((token.token, own));
+            all.extend(others.map(|(&(other, value), rank)| {
+                let decoded_token = texts.alternative(other);
+                (other, PromptLogprob { logprob: written(value), rank, decoded_token })
+            }));
+            Some(Object(all))
         };
         Self(std::iter::once(None).chain(rest.iter().map(position)).collect())
     }

@@ -3,6 +3,7 @@
 use std::fmt;
 
 use serde::Deserialize;
+use serde::de::value::SeqAccessDeserializer;
 use serde::de::{self, Deserializer, SeqAccess, Visitor};
 use utoipa::ToSchema;
 
@@ -23,19 +24,11 @@ pub(in crate::server::http) enum PromptInput {
 impl PromptInput {
     /// The prompt as a gRPC client would send it. `add_special_tokens` is for texts.
     pub(super) fn into_message(self, add_special_tokens: Option<bool>) -> pb::Prompt {
-        let (kind, add_special_tokens) = match self {
-            Self::Text(text) => (pb::prompt::Kind::Text(text), add_special_tokens),
-            Self::Tokens(ids) => (pb::prompt::Kind::Tokens(pb::TokenIds { ids }), None),
+        let kind = match self {
+            Self::Text(text) => pb::prompt::Kind::Text(text),
+            Self::Tokens(ids) => pb::prompt::Kind::Tokens(pb::TokenIds { ids }),
         };
         pb::Prompt { kind: Some(kind), add_special_tokens, sampling: None }
-    }
-
-    /// The text, if that is what the prompt is.
-    pub(super) fn text(&self) -> Option<String> {
-        match self {
-            Self::Text(text) => Some(text.clone()),
-            Self::Tokens(_) => None,
-        }
     }
 }
 
@@ -59,37 +52,33 @@ impl<'de> Visitor<'de> for PromptsVisitor {
     }
 
     fn visit_seq<A: SeqAccess<'de>>(self, mut list: A) -> Result<Prompts, A::Error> {
-        let mut prompts = Vec::new();
-        match list.next_element()? {
-            None => return Ok(Prompts(prompts)),
-            Some(Element::Token(first)) => {
-                let mut tokens = vec![first];
-                while let Some(token) = list.next_element()? {
-                    tokens.push(token);
-                }
-                prompts.push(PromptInput::Tokens(tokens));
-            }
-            Some(Element::Prompt(first @ PromptInput::Text(_))) => {
-                prompts.push(first);
-                while let Some(text) = list.next_element()? {
-                    prompts.push(PromptInput::Text(text));
-                }
-            }
-            Some(Element::Prompt(first @ PromptInput::Tokens(_))) => {
-                prompts.push(first);
-                while let Some(tokens) = list.next_element()? {
-                    prompts.push(PromptInput::Tokens(tokens));
-                }
-            }
-        }
-        Ok(Prompts(prompts))
+        Ok(Prompts(match list.next_element()? {
+            None => Vec::new(),
+            Some(Element::Token(first)) => vec![PromptInput::Tokens(all(first, list, |token| token)?)],
+            Some(Element::Text(first)) => all(first, list, PromptInput::Text)?,
+            Some(Element::Tokens(first)) => all(first, list, PromptInput::Tokens)?,
+        }))
     }
+}
+
+/// `first` and the elements of the list after it.
+fn all<'de, T: Deserialize<'de>, U, A: SeqAccess<'de>>(
+    first: T,
+    mut rest: A,
+    convert: impl Fn(T) -> U,
+) -> Result<Vec<U>, A::Error> {
+    let mut all = vec![convert(first)];
+    while let Some(element) = rest.next_element()? {
+        all.push(convert(element));
+    }
+    Ok(all)
 }
 
 /// The first element of a list, which decides the type of all.
 enum Element {
     Token(u32),
-    Prompt(PromptInput),
+    Text(String),
+    Tokens(Vec<u32>),
 }
 
 impl<'de> Deserialize<'de> for Element {
@@ -108,20 +97,15 @@ impl<'de> Visitor<'de> for ElementVisitor {
     }
 
     fn visit_str<E: de::Error>(self, text: &str) -> Result<Element, E> {
-        Ok(Element::Prompt(PromptInput::Text(text.to_owned())))
+        Ok(Element::Text(text.to_owned()))
     }
 
     fn visit_u64<E: de::Error>(self, id: u64) -> Result<Element, E> {
-        let id = u32::try_from(id).map_err(|_| de::Error::custom(format_args!("{id} is not a token id")))?;
-        Ok(Element::Token(id))
+        u32::try_from(id).map(Element::Token).map_err(|_| E::custom(format_args!("{id} is not a token id")))
     }
 
-    fn visit_seq<A: SeqAccess<'de>>(self, mut list: A) -> Result<Element, A::Error> {
-        let mut tokens = Vec::new();
-        while let Some(token) = list.next_element()? {
-            tokens.push(token);
-        }
-        Ok(Element::Prompt(PromptInput::Tokens(tokens)))
+    fn visit_seq<A: SeqAccess<'de>>(self, list: A) -> Result<Element, A::Error> {
+        Vec::deserialize(SeqAccessDeserializer::new(list)).map(Element::Tokens)
     }
 }
 

@@ -4,6 +4,7 @@ use std::collections::BTreeMap;
 use std::fmt;
 
 use serde::Deserialize;
+use serde::de::value::SeqAccessDeserializer;
 use serde::de::{self, Deserializer, SeqAccess, Visitor};
 use serde_json::value::RawValue;
 use utoipa::ToSchema;
@@ -11,10 +12,11 @@ use utoipa::ToSchema;
 use super::structured::structured;
 use crate::error::{Error, Result};
 use crate::server::http::members;
-use crate::server::pb;
+use crate::server::{ServerInfo, pb};
 
 members! {
-    /// How to sample, when to end, and the report.
+    /// How to sample, when to end, and the report. Members that would change these, and that this server does not have,
+    /// are rejected.
     pub(in crate::server::http) struct Sampling {
         /// The policy's name, or that of a resident adapter; none, null or "" is the policy.
         pub(in crate::server::http) model: String,
@@ -23,7 +25,7 @@ members! {
         /// Keep the smallest set of most likely tokens with this much probability (default: 1).
         top_p: f32,
         /// Keep this many most likely tokens; 0 and -1 keep all (default: 0).
-        top_k: i64,
+        top_k: i32,
         /// Keep tokens with at least this fraction of the best token's probability (default: 0).
         min_p: f32,
         /// Divides positive and multiplies negative logits of tokens in the prompt or the output (default: 1).
@@ -34,7 +36,7 @@ members! {
         frequency_penalty: f32,
         /// Values added to logits, by token id.
         #[schema(value_type = Option<BTreeMap<String, f32>>)]
-        logit_bias: BTreeMap<TokenKey, f32>,
+        logit_bias: BTreeMap<u32, f32>,
         /// Only these tokens may be sampled.
         allowed_token_ids: Vec<u32>,
         /// Seed of the request, from which each sample's own seed is derived.
@@ -85,27 +87,12 @@ members! {
         /// End the request this many seconds after its arrival, at least 0: samples that have not ended have the finish
         /// reason `abort` and the tokens so far (default: no limit).
         time_limit_seconds: f64,
-    }
+    } rejects [
+        "best_of", "use_beam_search", "length_penalty", "bad_words", "logits_processors", "logprob_token_ids",
+        "guided_json", "guided_regex", "guided_choice", "guided_grammar", "thinking_token_budget",
+        "repetition_detection", "prompt_embeds", "suffix", "vllm_xargs"
+    ];
 }
-
-/// Members that would change the samples or the report, and that this server does not have.
-pub(in crate::server::http) const UNSUPPORTED: [&str; 15] = [
-    "best_of",
-    "use_beam_search",
-    "length_penalty",
-    "bad_words",
-    "logits_processors",
-    "logprob_token_ids",
-    "guided_json",
-    "guided_regex",
-    "guided_choice",
-    "guided_grammar",
-    "thinking_token_budget",
-    "repetition_detection",
-    "prompt_embeds",
-    "suffix",
-    "vllm_xargs",
-];
 
 /// Distribution that log-probabilities are taken from.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Deserialize, ToSchema)]
@@ -128,17 +115,6 @@ pub(in crate::server::http) struct StreamOptions {
     /// Every event has the usage figures so far.
     #[serde(default)]
     pub(in crate::server::http) continuous_usage_stats: bool,
-}
-
-/// A token id as the name of a member.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-pub(in crate::server::http) struct TokenKey(u32);
-
-impl<'de> Deserialize<'de> for TokenKey {
-    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> std::result::Result<Self, D::Error> {
-        let text = String::deserialize(deserializer)?;
-        text.parse().map(Self).map_err(|_| de::Error::custom(format_args!("{text:?} is not a token id")))
-    }
 }
 
 /// Texts that end a sample: one, or a list.
@@ -165,12 +141,8 @@ impl<'de> Visitor<'de> for StopVisitor {
         Ok(Stop(vec![text.to_owned()]))
     }
 
-    fn visit_seq<A: SeqAccess<'de>>(self, mut list: A) -> std::result::Result<Stop, A::Error> {
-        let mut texts = Vec::new();
-        while let Some(text) = list.next_element()? {
-            texts.push(text);
-        }
-        Ok(Stop(texts))
+    fn visit_seq<A: SeqAccess<'de>>(self, list: A) -> std::result::Result<Stop, A::Error> {
+        Vec::deserialize(SeqAccessDeserializer::new(list)).map(Stop)
     }
 }
 
@@ -178,19 +150,16 @@ impl Sampling {
     /// The distribution that the reported log-probabilities are taken from. At temperature 0 the processed distribution
     /// is the chosen token alone, with a log-probability of 0.
     pub(super) fn reported(&self) -> LogprobsMode {
-        match self.logprobs_mode {
-            Some(mode) => mode,
-            None if self.temperature == Some(0.0) => LogprobsMode::Raw,
-            None => LogprobsMode::Processed,
-        }
+        let default = if self.temperature == Some(0.0) { LogprobsMode::Raw } else { LogprobsMode::Processed };
+        self.logprobs_mode.unwrap_or(default)
     }
 
     pub(in crate::server::http) fn stop_strings(&self) -> Vec<String> {
         self.stop.as_ref().map_or_else(Vec::new, |stop| stop.0.clone())
     }
 
-    /// The message that a gRPC client would send for `prompts`. `policy` is the policy's name, `top_logprobs` how many
-    /// most likely tokens the reply needs.
+    /// The message that a gRPC client would send for `prompts`. `info` has the names of the policy, `top_logprobs` is
+    /// the number of most likely tokens that the reply needs.
     ///
     /// # Errors
     /// `InvalidArgument` for a member whose value only HTTP's bodies can have. Everything else is checked when the
@@ -200,7 +169,7 @@ impl Sampling {
         prompts: Vec<pb::Prompt>,
         max_tokens: Option<u32>,
         top_logprobs: u32,
-        policy: &str,
+        info: &ServerInfo,
     ) -> Result<pb::GenerateRequest> {
         if self.skip_special_tokens == Some(false) {
             let message = "false is not supported: the text never has special tokens; return_token_ids has them";
@@ -212,24 +181,19 @@ impl Sampling {
         if self.allowed_token_ids.as_ref().is_some_and(Vec::is_empty) {
             return Err(Error::invalid("allowed_token_ids", "is empty, so no token could be sampled; leave it out"));
         }
-        let top_k = self.top_k.map(|given| {
-            let k = i32::try_from(given).ok().filter(|&k| k >= -1);
-            k.ok_or_else(|| Error::invalid("top_k", format!("{given} is neither -1 nor a count")))
-        });
-        let top_k = top_k.transpose()?;
         let top_logprobs_of = match self.reported() {
             LogprobsMode::Processed => pb::Distribution::Processed,
             LogprobsMode::Raw => pb::Distribution::Raw,
         };
         let sampling = pb::SamplingParams {
             temperature: self.temperature,
-            top_k,
+            top_k: self.top_k,
             top_p: self.top_p,
             min_p: self.min_p,
             repetition_penalty: self.repetition_penalty,
             presence_penalty: self.presence_penalty,
             frequency_penalty: self.frequency_penalty,
-            logit_bias: self.logit_bias.unwrap_or_default().into_iter().map(|(token, bias)| (token.0, bias)).collect(),
+            logit_bias: self.logit_bias.unwrap_or_default().into_iter().collect(),
             allowed_token_ids: self.allowed_token_ids.unwrap_or_default(),
             min_tokens: self.min_tokens,
             max_tokens,
@@ -249,7 +213,7 @@ impl Sampling {
             prompt_logprobs: false,
             return_text: false,
             stream_tokens: self.stream.unwrap_or(false),
-            adapter: self.model.filter(|model| model != policy).unwrap_or_default(),
+            adapter: self.model.filter(|model| !info.is_policy(model)).unwrap_or_default(),
             if_weight_version: self.if_weight_version,
             min_weight_version: self.min_weight_version,
             time_limit_seconds: self.time_limit_seconds,

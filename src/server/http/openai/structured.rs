@@ -3,7 +3,7 @@
 use serde::Deserialize;
 use serde_json::value::RawValue;
 
-use crate::error::{Error, Result};
+use crate::error::{Error, Result, shown};
 use crate::server::pb::{self, structured_outputs::Kind};
 
 /// vLLM's `structured_outputs`. Exactly one of the first five is set.
@@ -25,13 +25,11 @@ struct StructuredOutputs {
 #[derive(Deserialize)]
 struct ResponseFormat {
     r#type: String,
-    #[serde(default)]
     json_schema: Option<JsonSchema>,
 }
 
 #[derive(Deserialize)]
 struct JsonSchema {
-    #[serde(default)]
     schema: Option<Box<RawValue>>,
 }
 
@@ -98,11 +96,8 @@ fn of_openai(given: &RawValue) -> Result<Option<Kind>> {
             Ok(Some(Kind::JsonSchema(text_of(&schema.ok_or_else(missing)?))))
         }
         other => {
-            let other = crate::error::shown(other, 64);
-            Err(Error::invalid(
-                "response_format.type",
-                format!("{other:?} is none of text, json_object and json_schema"),
-            ))
+            let message = format!("{:?} is none of text, json_object and json_schema", shown(other, 64));
+            Err(Error::invalid("response_format.type", message))
         }
     }
 }

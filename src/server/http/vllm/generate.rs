@@ -15,7 +15,7 @@ use crate::memory::Traffic;
 use crate::server::http::openai::answers::{Null, Report, StopReason, Usage, finish_reason};
 use crate::server::http::openai::logprobs::{PromptLogprobs, chosen, written};
 use crate::server::http::openai::request_id;
-use crate::server::http::openai::sampling::{Sampling, StreamOptions, UNSUPPORTED};
+use crate::server::http::openai::sampling::{Sampling, StreamOptions};
 use crate::server::http::{
     AppState, FinishedSamples, HttpResult, JsonBody, Outbox, Samples, event, json, members, sample, samples_per_prompt,
 };
@@ -58,7 +58,7 @@ members! {
         /// Report log-probabilities, with those of this many most likely tokens.
         logprobs: u32,
         ..shared: Sampling,
-    } rejects UNSUPPORTED;
+    }
 }
 
 /// The form of a reported sample.
@@ -119,7 +119,7 @@ fn message(
     let return_text = !sampling.stop_strings().is_empty();
     let kind = Some(pb::prompt::Kind::Tokens(pb::TokenIds { ids }));
     let prompts = vec![pb::Prompt { kind, ..Default::default() }];
-    let message = sampling.into_message(prompts, Some(max_tokens), top, &context.info.model)?;
+    let message = sampling.into_message(prompts, Some(max_tokens), top, &context.info)?;
     Ok((pb::GenerateRequest { prompt_logprobs, return_text, ..message }, report))
 }
 

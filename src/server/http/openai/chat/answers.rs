@@ -15,7 +15,7 @@ pub(in crate::server::http) struct ChatAnswer<'a> {
     pub(super) object: &'static str,
     pub(super) created: u64,
     pub(super) model: &'a str,
-    #[schema(value_type = Vec<Choice>)]
+    #[schema(value_type = Vec<ChatChoice>)]
     pub(super) choices: Vec<Box<RawValue>>,
     pub(super) service_tier: Null,
     pub(super) system_fingerprint: &'a str,
@@ -30,7 +30,7 @@ pub(in crate::server::http) struct ChatAnswer<'a> {
 
 /// One sample.
 #[derive(Default, Serialize, ToSchema)]
-pub(super) struct Choice<'a> {
+pub(super) struct ChatChoice<'a> {
     pub(super) index: usize,
     pub(super) message: Message<'a>,
     pub(super) logprobs: Option<ChatLogprobs>,
@@ -64,23 +64,30 @@ pub(super) struct Message<'a> {
 pub(super) struct Call {
     /// In the first part alone.
     #[serde(skip_serializing_if = "Option::is_none")]
-    pub(super) id: Option<String>,
+    id: Option<String>,
     #[serde(skip_serializing_if = "Option::is_none")]
-    pub(super) r#type: Option<&'static str>,
+    r#type: Option<&'static str>,
     /// Number of the call, in a stream.
     #[serde(skip_serializing_if = "Option::is_none")]
-    pub(super) index: Option<usize>,
-    pub(super) function: Function,
+    index: Option<usize>,
+    function: Function,
 }
 
 /// The function that is called.
 #[derive(Serialize, ToSchema)]
-pub(super) struct Function {
+struct Function {
     #[serde(skip_serializing_if = "Option::is_none")]
-    pub(super) name: Option<String>,
+    name: Option<String>,
     /// JSON, as the model has written it.
     #[serde(skip_serializing_if = "Option::is_none")]
-    pub(super) arguments: Option<String>,
+    arguments: Option<String>,
+}
+
+impl Call {
+    pub(super) fn new(id: String, name: String, arguments: String) -> Self {
+        let function = Function { name: Some(name), arguments: Some(arguments) };
+        Self { id: Some(id), r#type: Some("function"), index: None, function }
+    }
 }
 
 /// The part of a sample in one event.
@@ -116,7 +123,19 @@ impl MessageDelta<'_> {
         Self { content: Some(Some(text)), ..Self::default() }
     }
 
-    pub(super) fn call(call: Call) -> Self {
+    /// The first part of the call with this number.
+    pub(super) fn begun_call(index: usize, id: String, name: String) -> Self {
+        let function = Function { name: Some(name), arguments: None };
+        Self::call(Call { id: Some(id), r#type: Some("function"), index: Some(index), function })
+    }
+
+    /// A later part of a call.
+    pub(super) fn arguments(index: usize, arguments: String) -> Self {
+        let function = Function { name: None, arguments: Some(arguments) };
+        Self::call(Call { id: None, r#type: None, index: Some(index), function })
+    }
+
+    fn call(call: Call) -> Self {
         Self { content: Some(None), tool_calls: Some([call]), ..Self::default() }
     }
 }

@@ -6,25 +6,21 @@ mod render;
 mod tools;
 mod writer;
 
-use std::fmt;
-
 use axum::extract::State;
 use axum::http::HeaderMap;
 use axum::response::Response;
-use serde::de::{self, Deserialize, Deserializer, Visitor};
 use serde_json::value::RawValue;
-use utoipa::ToSchema;
 
 use super::answers::Report;
 use super::request_id;
-use super::sampling::{Sampling, UNSUPPORTED};
+use super::sampling::Sampling;
 use crate::engine::ValidRequest;
-use crate::error::{Error, Result};
+use crate::error::{Error, Result, shown};
 use crate::memory::Traffic;
-use crate::server::http::{AppState, ErrorBody, HttpError, JsonBody, members, sample};
+use crate::server::http::{AppState, HttpResult, JsonBody, members, sample};
 use crate::server::{ServingContext, pb};
 use crate::text::ToolFormat;
-use tools::ToolCalling;
+use tools::{MAX_SHOWN, ToolCalling};
 use writer::{ChatOptions, ChatWriter};
 
 pub(in crate::server::http) use prompt::ChatPrompt;
@@ -38,7 +34,8 @@ members! {
         /// Same as `max_tokens`, and takes precedence over it.
         max_completion_tokens: u32,
         /// Whether to report log-probabilities (default: false).
-        logprobs: Flag,
+        #[schema(value_type = Option<bool>)]
+        logprobs: Box<RawValue>,
         /// How many most likely tokens to report beside each sampled one (default: 0).
         top_logprobs: u32,
         /// Whether the model may call a tool: `auto`, `none`, `required`, or an object that names one (default: auto).
@@ -46,76 +43,23 @@ members! {
         tool_choice: Box<RawValue>,
         ..prompt: ChatPrompt,
         ..sampling: Sampling,
-    } rejects UNSUPPORTED; rejects UNSUPPORTED_IN_CHATS;
-}
-
-/// Members of chats that would change the samples or the report, and that this server does not have.
-const UNSUPPORTED_IN_CHATS: [&str; 9] = [
-    "audio",
-    "chat_template",
-    "echo",
-    "function_call",
-    "functions",
-    "modalities",
-    "prediction",
-    "reasoning_effort",
-    "web_search_options",
-];
-
-/// A boolean, which some clients send as a number.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, ToSchema)]
-#[schema(value_type = bool)]
-pub(in crate::server::http) struct Flag(bool);
-
-impl<'de> Deserialize<'de> for Flag {
-    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> std::result::Result<Self, D::Error> {
-        struct FlagVisitor;
-
-        impl Visitor<'_> for FlagVisitor {
-            type Value = Flag;
-
-            fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-                f.write_str("true or false")
-            }
-
-            fn visit_bool<E: de::Error>(self, value: bool) -> std::result::Result<Flag, E> {
-                Ok(Flag(value))
-            }
-
-            fn visit_u64<E: de::Error>(self, value: u64) -> std::result::Result<Flag, E> {
-                match value {
-                    0 | 1 => Ok(Flag(value == 1)),
-                    _ => Err(E::custom(format_args!("{value} is neither true nor false; top_logprobs takes a number"))),
-                }
-            }
-        }
-
-        deserializer.deserialize_any(FlagVisitor)
-    }
+    } rejects [
+        "audio", "chat_template", "echo", "function_call", "functions", "modalities", "prediction", "reasoning_effort",
+        "web_search_options"
+    ];
 }
 
 /// Generates `n` answers to a chat, returned as one answer or as server-sent events.
-#[utoipa::path(
-    post,
-    path = "/v1/chat/completions",
-    request_body = ChatRequest,
-    responses(
-        (status = 200, description = "the samples, or events of their tokens", body = answers::ChatAnswer),
-        (status = 400, description = "a member of the body is wrong", body = ErrorBody),
-        (status = 404, description = "no such model or adapter", body = ErrorBody),
-        (status = 409, description = "the server is asleep or without weights, or has another weight version",
-            body = ErrorBody),
-        (status = 413, description = "the body is too large", body = ErrorBody),
-        (status = 429, description = "the queue or the memory for requests is full, or the answer would be too \
-            large", body = ErrorBody),
-        (status = 503, description = "the server is starting or shutting down", body = ErrorBody),
-    )
-)]
+#[utoipa::path(post, path = "/v1/chat/completions", request_body = ChatRequest, responses(
+    (status = 200, description = "the samples, or events of their tokens", body = answers::ChatAnswer),
+    (status = 404, description = "no such model or adapter"),
+    (status = 409, description = "asleep, without weights, or of another weight version"),
+))]
 pub(in crate::server::http) async fn chat_completions(
     State(app): State<AppState>,
     headers: HeaderMap,
     body: JsonBody<ChatRequest>,
-) -> std::result::Result<Response, HttpError> {
+) -> HttpResult<Response> {
     sample(&app, body, |body, context| {
         let (message, options) = message(body, request_id(&headers), context)?;
         Ok((message, |request: &ValidRequest, traffic: &Traffic| ChatWriter::new(request, options, traffic)))
@@ -138,7 +82,7 @@ fn message(
     if sampling.truncate_prompt_tokens.is_some() {
         return Err(Error::invalid("truncate_prompt_tokens", "is not supported for a chat; leave messages out"));
     }
-    let logprobs = (body.logprobs == Some(Flag(true))).then(|| body.top_logprobs.unwrap_or(0));
+    let logprobs = is_true(body.logprobs.as_deref())?.then(|| body.top_logprobs.unwrap_or(0));
     let report = Report::new(&sampling, logprobs, context)?;
     if body.top_logprobs.is_some_and(|top| top > 0) && logprobs.is_none() {
         return Err(Error::invalid("top_logprobs", "needs logprobs: true"));
@@ -151,24 +95,28 @@ fn message(
     let options = ChatOptions { role: prompt.role(), calling, has_short_ids, report };
     let context_tokens = u32::try_from(context.model.max_model_len).unwrap_or(u32::MAX);
     let max_tokens = body.max_completion_tokens.or(body.max_tokens).unwrap_or(context_tokens);
-    let mut message =
-        sampling.into_message(vec![prompt.into_message()?], Some(max_tokens), top, &context.info.model)?;
+    let mut message = sampling.into_message(vec![prompt.into_message()?], Some(max_tokens), top, &context.info)?;
     if let Some(schema) = schema {
-        force(&mut message, schema)?;
+        let sampling = message.sampling.get_or_insert_default();
+        let kind = Some(pb::structured_outputs::Kind::JsonSchema(schema));
+        if sampling.structured_outputs.replace(pb::StructuredOutputs { kind }).is_some() {
+            let message = "forces a call, which cannot be combined with structured_outputs and response_format";
+            return Err(Error::invalid("tool_choice", message));
+        }
     }
     Ok((pb::GenerateRequest { prompt_logprobs, return_text: true, ..message }, options))
 }
 
-/// Makes the text of all samples follow `schema`, which is that of a call.
-fn force(message: &mut pb::GenerateRequest, schema: String) -> Result<()> {
-    let sampling = message.sampling.get_or_insert_default();
-    if sampling.structured_outputs.is_some() {
-        let message = "forces a call, which cannot be combined with structured_outputs and response_format";
-        return Err(Error::invalid("tool_choice", message));
+/// The value of `logprobs`, which some clients send as a number.
+fn is_true(logprobs: Option<&RawValue>) -> Result<bool> {
+    match logprobs.map_or("false", RawValue::get) {
+        "true" | "1" => Ok(true),
+        "false" | "0" => Ok(false),
+        other => {
+            let message = format!("{} is neither true nor false; top_logprobs takes a number", shown(other, MAX_SHOWN));
+            Err(Error::invalid("logprobs", message))
+        }
     }
-    let kind = Some(pb::structured_outputs::Kind::JsonSchema(schema));
-    sampling.structured_outputs = Some(pb::StructuredOutputs { kind });
-    Ok(())
 }
 
 #[cfg(test)]

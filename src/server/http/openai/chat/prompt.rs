@@ -1,9 +1,6 @@
 //! The prompt of a chat: its messages, and everything else that the model's template shows.
 
-use std::fmt;
-use std::marker::PhantomData;
-
-use serde::de::{Deserialize, Deserializer, SeqAccess, Visitor};
+use serde::Deserialize;
 use serde_json::value::RawValue;
 
 use crate::error::{Error, Result};
@@ -16,7 +13,7 @@ members! {
         /// Objects with `role`, `content` (text, null, or a list of parts of the type text), and whatever else the
         /// template knows, such as `tool_calls`, `tool_call_id` and `reasoning_content`.
         #[schema(value_type = Option<Vec<serde_json::Value>>)]
-        messages: Box<RawValue>,
+        pub(in crate::server::http::openai) messages: Box<RawValue>,
         /// Tools that the model may call: objects of the type `function`, with name, description and parameters.
         #[schema(value_type = Option<Vec<serde_json::Value>>)]
         pub(super) tools: Box<RawValue>,
@@ -36,18 +33,15 @@ members! {
 }
 
 impl ChatPrompt {
-    pub(in crate::server::http::openai) fn has_messages(&self) -> bool {
-        self.messages.is_some()
-    }
-
     /// The role of the answer: that of the last message, if there is no prompt for an assistant's.
     pub(super) fn role(&self) -> String {
         const ASSISTANT: &str = "assistant";
         if self.add_generation_prompt != Some(false) && self.continue_final_message != Some(true) {
             return ASSISTANT.into();
         }
-        let last = self.messages.as_ref().and_then(|messages| serde_json::from_str::<Last<Role>>(messages.get()).ok());
-        last.and_then(|last| last.0).map_or_else(|| ASSISTANT.into(), |message| message.role)
+        let messages = self.messages.as_ref().map_or("[]", |messages| messages.get());
+        let mut speakers: Vec<Speaker> = serde_json::from_str(messages).unwrap_or_default();
+        speakers.pop().map_or_else(|| ASSISTANT.into(), |last| last.role)
     }
 
     /// The prompt as a gRPC client would send it.
@@ -72,37 +66,10 @@ impl ChatPrompt {
     }
 }
 
-/// The role of a message.
-#[derive(serde::Deserialize)]
-struct Role {
+/// The author of a message, whose other members are skipped.
+#[derive(Deserialize)]
+struct Speaker {
     role: String,
-}
-
-/// The last element of a list. The others are read and dropped.
-struct Last<T>(Option<T>);
-
-impl<'de, T: Deserialize<'de>> Deserialize<'de> for Last<T> {
-    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> std::result::Result<Self, D::Error> {
-        struct LastVisitor<T>(PhantomData<T>);
-
-        impl<'de, T: Deserialize<'de>> Visitor<'de> for LastVisitor<T> {
-            type Value = Last<T>;
-
-            fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-                f.write_str("a list")
-            }
-
-            fn visit_seq<A: SeqAccess<'de>>(self, mut list: A) -> std::result::Result<Last<T>, A::Error> {
-                let mut last = None;
-                while let Some(element) = list.next_element()? {
-                    last = Some(element);
-                }
-                Ok(Last(last))
-            }
-        }
-
-        deserializer.deserialize_seq(LastVisitor(PhantomData))
-    }
 }
 
 #[cfg(test)]

@@ -11,10 +11,10 @@ use super::{ChatRequest, message};
 use crate::server::convert;
 use crate::server::http::openai::answers::Null;
 use crate::server::http::openai::request_id;
-use crate::server::http::{AppState, ErrorBody, HttpError, JsonBody};
+use crate::server::http::{AppState, HttpResult, JsonBody};
 use crate::server::pb::{self, structured_outputs::Kind};
 use crate::server::requests::off_thread;
-use crate::types::{SamplingParams, TokenId};
+use crate::types::TokenId;
 
 /// A chat as token ids: a body for `/inference/v1/generate`.
 #[derive(Default, Serialize, ToSchema)]
@@ -64,21 +64,41 @@ enum RenderedGrammar {
     JsonObject(bool),
 }
 
-impl RenderedGrammar {
-    fn new(given: pb::StructuredOutputs) -> Option<Self> {
-        Some(match given.kind? {
+impl From<Kind> for RenderedGrammar {
+    fn from(kind: Kind) -> Self {
+        match kind {
             Kind::JsonSchema(schema) => Self::Json(schema),
             Kind::Regex(regex) => Self::Regex(regex),
             Kind::Choice(pb::Choices { choices }) => Self::Choice(choices),
             Kind::Grammar(grammar) => Self::Grammar(grammar),
             Kind::JsonObject(asked) => Self::JsonObject(asked),
-        })
+        }
     }
 }
 
-impl RenderedSampling {
-    fn new(params: &SamplingParams, seed: Option<i64>, structured_outputs: Option<RenderedGrammar>) -> Self {
-        Self {
+/// The token ids of a chat, checked like a request for samples of it.
+#[utoipa::path(post, path = "/v1/chat/completions/render", request_body = ChatRequest, responses(
+    (status = 200, body = Rendered),
+))]
+pub(in crate::server::http) async fn render(
+    State(app): State<AppState>,
+    headers: HeaderMap,
+    body: JsonBody<ChatRequest>,
+) -> HttpResult<Response> {
+    let context = app.server.context()?;
+    let JsonBody { value: body, mut charge, ignored, .. } = body;
+    let (mut message, options) = message(body, request_id(&headers), &context)?;
+    let sampling = message.sampling.get_or_insert_default();
+    // Compiled only by a request that samples.
+    let grammar = sampling.structured_outputs.take().and_then(|outputs| outputs.kind);
+    let seed = sampling.seed.map(u64::cast_signed);
+    let model = context.model.clone();
+    let request = off_thread(true, move || convert::generate(message, &model, &mut charge)).await?;
+    let params = request.params;
+    let rendered = Rendered {
+        request_id: format!("chatcmpl-{}", request.request_id),
+        token_ids: request.prompts.first().map_or_else(Vec::new, |prompt| prompt.tokens.to_vec()),
+        sampling_params: RenderedSampling {
             presence_penalty: params.presence_penalty,
             frequency_penalty: params.frequency_penalty,
             repetition_penalty: params.repetition_penalty,
@@ -91,40 +111,8 @@ impl RenderedSampling {
             stop_token_ids: params.stop_token_ids.clone(),
             max_tokens: params.max_tokens,
             min_tokens: (params.min_tokens > 0).then_some(params.min_tokens),
-            structured_outputs,
-        }
-    }
-}
-
-/// The token ids of a chat, checked like a request for samples of it.
-#[utoipa::path(
-    post,
-    path = "/v1/chat/completions/render",
-    request_body = ChatRequest,
-    responses(
-        (status = 200, body = Rendered),
-        (status = 400, description = "a member of the body is wrong", body = ErrorBody),
-        (status = 429, description = "the memory for requests is full", body = ErrorBody),
-        (status = 503, description = "the server is starting or shutting down", body = ErrorBody),
-    )
-)]
-pub(in crate::server::http) async fn render(
-    State(app): State<AppState>,
-    headers: HeaderMap,
-    body: JsonBody<ChatRequest>,
-) -> Result<Response, HttpError> {
-    let context = app.server.context()?;
-    let JsonBody { value: body, mut charge, ignored, .. } = body;
-    let (mut message, options) = message(body, request_id(&headers), &context)?;
-    // Compiled only by a request that samples.
-    let grammar = message.sampling.as_mut().and_then(|sampling| sampling.structured_outputs.take());
-    let seed = message.sampling.as_ref().and_then(|sampling| sampling.seed).map(u64::cast_signed);
-    let model = context.model.clone();
-    let request = off_thread(true, move || convert::generate(message, &model, &mut charge)).await?;
-    let rendered = Rendered {
-        request_id: format!("chatcmpl-{}", request.request_id),
-        token_ids: request.prompts.first().map_or_else(Vec::new, |prompt| prompt.tokens.to_vec()),
-        sampling_params: RenderedSampling::new(&request.params, seed, grammar.and_then(RenderedGrammar::new)),
+            structured_outputs: grammar.map(RenderedGrammar::from),
+        },
         model: options.report.model,
         stream: options.report.is_stream,
         ..Rendered::default()

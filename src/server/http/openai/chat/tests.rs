@@ -10,7 +10,7 @@ use crate::server::convert::tokens;
 use crate::server::http::request_body::{parse, parsed_bytes};
 use crate::server::http::tests::heap::peak_of;
 use crate::server::security::Caller;
-use crate::server::{ModelFacts, PromptEncoder};
+use crate::server::{ModelFacts, PromptEncoder, ServerInfo};
 use crate::text::{ChatTemplate, Tokenizer};
 
 /// `part` repeated to a list that is about a megabyte long.
@@ -39,11 +39,8 @@ fn parsing_takes_no_more_than_is_counted_for_it() {
 
 #[test]
 fn flags_are_booleans_or_0_and_1() {
-    let read = |text: &str| serde_json::from_str::<Flag>(text).ok();
-    assert_eq!(
-        (read("true"), read("1"), read("false"), read("0")),
-        (Some(Flag(true)), Some(Flag(true)), Some(Flag(false)), Some(Flag(false)))
-    );
+    let read = |text: &str| is_true(Some(&RawValue::from_string(text.into()).expect("is JSON"))).ok();
+    assert_eq!((read("true"), read("1"), read("false"), read("0")), (Some(true), Some(true), Some(false), Some(false)));
     for wrong in ["5", "-1", "\"true\"", "1.0", "[]"] {
         assert_eq!(read(wrong), None, "{wrong}");
     }
@@ -86,7 +83,7 @@ fn a_chat_is_charged_at_its_peak() {
 fn a_time_limit_arrives_as_grpcs() {
     let limit = |body: &str| {
         let sampling = serde_json::from_str::<Sampling>(body).expect("a body");
-        sampling.into_message(Vec::new(), None, 0, "m").expect("valid").time_limit_seconds
+        sampling.into_message(Vec::new(), None, 0, &ServerInfo::default()).expect("valid").time_limit_seconds
     };
     assert_eq!(limit(r#"{"min_weight_version": 3, "time_limit_seconds": 0.5}"#), Some(0.5));
     assert_eq!((limit(r#"{"time_limit_seconds": null}"#), limit("{}")), (None, None));

@@ -9,7 +9,7 @@ use crate::error::{Error, Result, shown};
 use crate::text::ToolFormat;
 
 /// Longest part of a client's text in an error.
-const MAX_SHOWN: usize = 128;
+pub(super) const MAX_SHOWN: usize = 128;
 
 /// How calls of tools are found in a sample's text.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -24,7 +24,7 @@ pub(super) enum ToolCalling {
     Named(String),
 }
 
-/// A tool that the request offers.
+/// A tool that the request offers, or the one that `tool_choice` names.
 #[derive(Deserialize)]
 struct Tool {
     function: ToolFunction,
@@ -33,7 +33,6 @@ struct Tool {
 #[derive(Deserialize)]
 struct ToolFunction {
     name: String,
-    #[serde(default)]
     parameters: Option<Box<RawValue>>,
 }
 
@@ -53,17 +52,6 @@ struct Definitions {
     definitions: BTreeMap<String, Box<RawValue>>,
 }
 
-/// The value of `tool_choice`.
-#[derive(Debug, PartialEq, Eq)]
-enum ToolChoice {
-    None,
-    Auto,
-    /// Any of the tools must be called.
-    Required,
-    /// This one must be called.
-    Named(String),
-}
-
 impl ToolCalling {
     /// How the calls are found that the members `tools` and `tool_choice` of a body ask for, of a model that writes
     /// calls in `format`; and the JSON schema that the text must follow, if a call is forced.
@@ -75,26 +63,33 @@ impl ToolCalling {
         choice: Option<&RawValue>,
         format: Option<ToolFormat>,
     ) -> Result<(Self, Option<String>)> {
+        let invalid = |message: String| Error::invalid("tool_choice", message);
         let tools = tools.map(functions).transpose()?.unwrap_or_default();
-        let choice = choice.map(ToolChoice::read).transpose()?.unwrap_or(ToolChoice::Auto);
-        if tools.is_empty() && !matches!(choice, ToolChoice::None | ToolChoice::Auto) {
-            return Err(Error::invalid("tool_choice", "asks for a call, and there are no tools; send tools"));
-        }
         let names = || tools.iter().map(|tool| tool.name.clone()).collect();
-        match choice {
-            ToolChoice::None => Ok((Self::Never, None)),
-            ToolChoice::Auto => {
+        let named = match choice.map_or("\"auto\"", RawValue::get) {
+            "\"none\"" => return Ok((Self::Never, None)),
+            "\"auto\"" => {
                 let format = format.filter(|_| !tools.is_empty());
-                Ok((format.map_or(Self::Never, |format| Self::Auto { format, names: names() }), None))
+                return Ok((format.map_or(Self::Never, |format| Self::Auto { format, names: names() }), None));
             }
-            ToolChoice::Required => Ok((Self::Required { names: names() }, Some(list_schema(&tools)?))),
-            ToolChoice::Named(name) => match tools.iter().find(|tool| tool.name == name) {
-                Some(tool) => Ok((Self::Named(name), Some(tool.schema().to_owned()))),
-                None => {
-                    let message = format!("{:?} is not among the tools", shown(&name, MAX_SHOWN));
-                    Err(Error::invalid("tool_choice", message))
-                }
-            },
+            "\"required\"" => None,
+            text => Some(serde_json::from_str::<Tool>(text).map_err(|_| {
+                invalid(format!(
+                    "{} is none of \"none\", \"auto\", \"required\" and {{\"type\": \"function\", \"function\": \
+                     {{\"name\": ...}}}}",
+                    shown(text, MAX_SHOWN)
+                ))
+            })?),
+        };
+        if tools.is_empty() {
+            return Err(invalid("asks for a call, and there are no tools; send tools".into()));
+        }
+        let Some(Tool { function: ToolFunction { name, .. } }) = named else {
+            return Ok((Self::Required { names: names() }, Some(list_schema(&tools)?)));
+        };
+        match tools.iter().find(|tool| tool.name == name) {
+            Some(tool) => Ok((Self::Named(name), Some(tool.schema().to_owned()))),
+            None => Err(invalid(format!("{:?} is not among the tools", shown(&name, MAX_SHOWN)))),
         }
     }
 
@@ -117,7 +112,7 @@ impl ToolCalling {
 
 /// The schema of a list of calls, each of one of the tools.
 fn list_schema(tools: &[ToolFunction]) -> Result<String> {
-    let (mut calls, mut defs, mut definitions) = (Vec::new(), BTreeMap::new(), BTreeMap::new());
+    let (mut calls, mut defs, mut definitions) = (Vec::new(), BTreeMap::<_, Box<RawValue>>::new(), BTreeMap::new());
     for (i, tool) in tools.iter().enumerate() {
         let path = || format!("tools[{i}].function.parameters");
         let schema = tool.schema();
@@ -125,58 +120,25 @@ fn list_schema(tools: &[ToolFunction]) -> Result<String> {
             .map_err(|error| Error::invalid(path(), format!("is not the JSON schema of an object: {error}")))?;
         for (all, found) in [(&mut defs, found.defs), (&mut definitions, found.definitions)] {
             for (name, definition) in found {
-                let text = definition.get().to_owned();
-                if all.get(&name).is_some_and(|other| *other != text) {
+                if all.get(&name).is_some_and(|other| other.get() != definition.get()) {
                     let message = format!("defines {:?} otherwise than another tool", shown(&name, MAX_SHOWN));
                     return Err(Error::invalid(path(), message));
                 }
-                all.insert(name, text);
+                all.insert(name, definition);
             }
         }
         calls.push(format!(
             r#"{{"type":"object","properties":{{"name":{{"enum":[{}]}},"parameters":{schema}}},"required":["name","parameters"],"additionalProperties":false}}"#,
-            quoted(&tool.name)
+            serde_json::Value::from(tool.name.as_str())
         ));
     }
-    let object = |members: BTreeMap<String, String>| {
-        let members: Vec<_> = members.into_iter().map(|(name, text)| format!("{}:{text}", quoted(&name))).collect();
-        format!("{{{}}}", members.join(","))
-    };
+    let object = |members| serde_json::to_string(&members).expect("its members are JSON");
     Ok(format!(
         r#"{{"type":"array","minItems":1,"items":{{"anyOf":[{}]}},"$defs":{},"definitions":{}}}"#,
         calls.join(","),
         object(defs),
         object(definitions)
     ))
-}
-
-fn quoted(text: &str) -> String {
-    serde_json::Value::from(text).to_string()
-}
-
-impl ToolChoice {
-    fn read(given: &RawValue) -> Result<Self> {
-        #[derive(Deserialize)]
-        struct Named {
-            function: ToolFunction,
-        }
-        match given.get() {
-            "\"none\"" => Ok(Self::None),
-            "\"auto\"" => Ok(Self::Auto),
-            "\"required\"" => Ok(Self::Required),
-            text => match serde_json::from_str::<Named>(text) {
-                Ok(named) => Ok(Self::Named(named.function.name)),
-                Err(_) => {
-                    let message = format!(
-                        "{} is none of \"none\", \"auto\", \"required\" and {{\"type\": \"function\", \"function\": \
-                         {{\"name\": ...}}}}",
-                        shown(text, MAX_SHOWN)
-                    );
-                    Err(Error::invalid("tool_choice", message))
-                }
-            },
-        }
-    }
 }
 
 /// Parses the tools.

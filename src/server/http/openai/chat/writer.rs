@@ -5,15 +5,15 @@ use std::collections::VecDeque;
 use bytes::Bytes;
 use rand::distr::{Alphanumeric, SampleString as _};
 
-use super::answers::{Call, ChatAnswer, Choice, ChunkChoice, Function, Message, MessageDelta};
+use super::answers::{Call, ChatAnswer, ChatChoice, ChunkChoice, Message, MessageDelta};
 use super::tools::ToolCalling;
 use crate::engine::{Completion, Summary, ValidRequest};
 use crate::error::Result;
 use crate::memory::Traffic;
 use crate::server::http::openai::answers::{Chunks, PromptIds, Report, Usage, finish_reason};
-use crate::server::http::openai::logprobs::{ChatLogprobs, PromptLogprobs, TokenTexts};
+use crate::server::http::openai::logprobs::{ChatLogprobs, ChatLogprobsWriter, PromptLogprobs};
 use crate::server::http::{FinishedSamples, Samples, json, samples_per_prompt};
-use crate::text::{Piece, ToolCall, ToolFormat, ToolParser};
+use crate::text::{Piece, ToolFormat, ToolParser};
 use crate::types::{Prompt, TokenId, TokenLogprobs};
 
 /// Bytes that are kept for each sample until the answer is sent, besides the names of the tools.
@@ -31,35 +31,21 @@ pub(super) struct ChatOptions {
     pub(super) has_short_ids: bool,
 }
 
+impl ChatOptions {
+    /// A name for a call.
+    fn call_id(&self) -> String {
+        if self.has_short_ids {
+            return Alphanumeric.sample_string(&mut rand::rng(), 9);
+        }
+        format!("chatcmpl-tool-{:016x}", rand::random::<u64>())
+    }
+}
+
 /// The state of one streamed sample.
 struct Streamed {
-    logprobs: TokenWriter,
+    logprobs: ChatLogprobsWriter,
     parser: Option<ToolParser>,
     calls: usize,
-}
-
-/// Writes tokens of one sample beside their log-probabilities.
-struct TokenWriter {
-    /// The tokens as text or as `token_id:N`.
-    names: TokenTexts,
-    /// The tokens as text, for their bytes.
-    texts: TokenTexts,
-}
-
-impl TokenWriter {
-    fn new(report: &Report) -> Self {
-        Self { names: report.token_texts(), texts: report.plain_texts() }
-    }
-
-    /// The log-probabilities of `tokens`, if they were requested.
-    fn write(&mut self, tokens: &[TokenLogprobs], report: &Report) -> Option<ChatLogprobs> {
-        let top = report.logprobs?;
-        let mut logprobs = ChatLogprobs::default();
-        for token in tokens {
-            logprobs.push(token, report.mode, top as usize, &mut self.names, &mut self.texts);
-        }
-        Some(logprobs)
-    }
 }
 
 /// Turns the events of one request into its answer, or into the events of its stream.
@@ -82,11 +68,12 @@ impl ChatWriter {
         Self {
             kept: FinishedSamples::new(if options.report.is_stream { 0 } else { samples }, bytes, traffic),
             options,
-            chunks: Chunks::new(
-                format!("chatcmpl-{}", request.request_id),
-                "chat.completion.chunk",
-                prompt.tokens.len() as u64,
-            ),
+            chunks: Chunks {
+                id: format!("chatcmpl-{}", request.request_id),
+                object: "chat.completion.chunk",
+                prompt_tokens: prompt.tokens.len() as u64,
+                tokens: 0,
+            },
             prompt,
             prompt_logprobs: None,
             samples,
@@ -104,38 +91,23 @@ impl ChatWriter {
 
     /// The content of a sample's text, and the calls that are found in it.
     fn message(&self, text: String) -> (Option<String>, Vec<Call>) {
-        let mut pieces = Vec::new();
+        let (mut content, mut calls) = (None::<String>, Vec::new());
         match (self.parser(), &self.options.calling) {
             (Some(mut parser), _) => {
+                let mut pieces = Vec::new();
                 parser.push(&text, &mut pieces);
                 parser.finish(&mut pieces);
+                for piece in pieces {
+                    match piece {
+                        Piece::Content(text) => content.get_or_insert_default().push_str(&text),
+                        Piece::Call(call) => calls.push(Call::new(self.options.call_id(), call.name, call.arguments)),
+                    }
+                }
             }
-            (None, ToolCalling::Named(name)) => {
-                pieces.push(Piece::Call(ToolCall { name: name.clone(), arguments: text }))
-            }
-            (None, _) => pieces.push(Piece::Content(text)),
-        }
-        let (mut content, mut calls) = (None::<String>, Vec::new());
-        for piece in pieces {
-            match piece {
-                Piece::Content(text) => content.get_or_insert_default().push_str(&text),
-                Piece::Call(call) => calls.push(self.whole_call(call)),
-            }
+            (None, ToolCalling::Named(name)) => calls.push(Call::new(self.options.call_id(), name.clone(), text)),
+            (None, _) => content = Some(text),
         }
         (content, calls)
-    }
-
-    fn whole_call(&self, call: ToolCall) -> Call {
-        let function = Function { name: Some(call.name), arguments: Some(call.arguments) };
-        Call { id: Some(self.call_id()), r#type: Some("function"), index: None, function }
-    }
-
-    /// A name for a call.
-    fn call_id(&self) -> String {
-        if self.options.has_short_ids {
-            return Alphanumeric.sample_string(&mut rand::rng(), 9);
-        }
-        format!("chatcmpl-tool-{:016x}", rand::random::<u64>())
     }
 
     /// The finish reason in OpenAI's words. A call that was forced by its name is the answer, and ends as one.
@@ -151,66 +123,49 @@ impl ChatWriter {
         if !self.streamed.is_empty() {
             return;
         }
-        let report = &self.options.report;
-        let streamed =
-            || Streamed { logprobs: TokenWriter::new(&self.options.report), parser: self.parser(), calls: 0 };
-        let streamed = (0..self.samples).map(|_| Some(streamed())).collect();
         for index in 0..self.samples {
             let role = Some(self.options.role.as_str());
             let delta = MessageDelta { role, ..MessageDelta::text(String::new()) };
-            let ids = report.returns_ids.then_some(&self.prompt.tokens[..]);
+            let ids = self.options.report.returns_ids.then_some(&self.prompt.tokens[..]);
             let prompt = PromptIds { prompt_token_ids: ids, ..PromptIds::default() };
             self.send(ChunkChoice { index, delta, ..ChunkChoice::default() }, Some(prompt), out);
+            let logprobs = self.options.report.chat_logprobs_writer();
+            self.streamed.push(Some(Streamed { logprobs, parser: self.parser(), calls: 0 }));
         }
-        self.streamed = streamed;
     }
 
-    /// The deltas that the parser of a sample finds when `advance` advances it, or `text` itself without a parser.
-    fn deltas(
-        &mut self,
-        index: usize,
-        advance: impl FnOnce(&mut ToolParser, &mut Vec<Piece>),
-        text: &str,
-    ) -> Vec<MessageDelta<'static>> {
+    /// The deltas that `text` adds to a sample, whose last text it is if `is_last`.
+    fn deltas(&mut self, index: usize, text: &str, is_last: bool) -> Vec<MessageDelta<'static>> {
         let Some(streamed) = self.streamed[index].as_mut() else { return Vec::new() };
+        let mut deltas = Vec::new();
         match (&mut streamed.parser, &self.options.calling) {
             (Some(parser), _) => {
                 let mut pieces = Vec::new();
-                advance(parser, &mut pieces);
-                self.written(index, pieces)
-            }
-            (None, ToolCalling::Named(_)) => self.arguments(index, text),
-            (None, _) => vec![MessageDelta::text(text.to_owned())],
-        }
-    }
-
-    /// The part that `text` adds to the call that was forced by its name.
-    fn arguments(&mut self, index: usize, text: &str) -> Vec<MessageDelta<'static>> {
-        let id = self.call_id();
-        let (ToolCalling::Named(name), Some(streamed)) = (&self.options.calling, self.streamed[index].as_mut()) else {
-            return Vec::new();
-        };
-        let is_first = streamed.calls == 0;
-        streamed.calls = 1;
-        let begin = is_first.then(|| begun_call(0, id, name.clone()));
-        let rest = (!text.is_empty()).then(|| call_arguments(0, text.to_owned()));
-        begin.into_iter().chain(rest).collect()
-    }
-
-    fn written(&mut self, index: usize, pieces: Vec<Piece>) -> Vec<MessageDelta<'static>> {
-        let mut deltas = Vec::new();
-        for piece in pieces {
-            match piece {
-                Piece::Content(text) => deltas.push(MessageDelta::text(text)),
-                Piece::Call(call) => {
-                    let id = self.call_id();
-                    let Some(streamed) = self.streamed[index].as_mut() else { continue };
-                    let number = streamed.calls;
-                    streamed.calls += 1;
-                    deltas.push(begun_call(number, id, call.name));
-                    deltas.push(call_arguments(number, call.arguments));
+                parser.push(text, &mut pieces);
+                if is_last && let Some(parser) = streamed.parser.take() {
+                    parser.finish(&mut pieces);
+                }
+                for piece in pieces {
+                    match piece {
+                        Piece::Content(text) => deltas.push(MessageDelta::text(text)),
+                        Piece::Call(call) => {
+                            deltas.push(MessageDelta::begun_call(streamed.calls, self.options.call_id(), call.name));
+                            deltas.push(MessageDelta::arguments(streamed.calls, call.arguments));
+                            streamed.calls += 1;
+                        }
+                    }
                 }
             }
+            (None, ToolCalling::Named(name)) => {
+                if streamed.calls == 0 {
+                    deltas.push(MessageDelta::begun_call(0, self.options.call_id(), name.clone()));
+                    streamed.calls = 1;
+                }
+                if !text.is_empty() {
+                    deltas.push(MessageDelta::arguments(0, text.to_owned()));
+                }
+            }
+            (None, _) => deltas.push(MessageDelta::text(text.to_owned())),
         }
         deltas
     }
@@ -237,20 +192,8 @@ impl ChatWriter {
     /// Sends one event of a stream.
     fn send(&self, choice: ChunkChoice<'_>, prompt: Option<PromptIds<'_>>, out: &mut VecDeque<Bytes>) {
         let is_last = choice.finish_reason.is_some();
-        self.chunks.send(&self.options.report, (choice, is_last), prompt, out);
+        self.chunks.send(&self.options.report, choice, is_last, prompt, out);
     }
-}
-
-/// The first part of a streamed call.
-fn begun_call(number: usize, id: String, name: String) -> MessageDelta<'static> {
-    let function = Function { name: Some(name), arguments: None };
-    MessageDelta::call(Call { id: Some(id), r#type: Some("function"), index: Some(number), function })
-}
-
-/// A later part of a streamed call.
-fn call_arguments(number: usize, arguments: String) -> MessageDelta<'static> {
-    let function = Function { name: None, arguments: Some(arguments) };
-    MessageDelta::call(Call { id: None, r#type: None, index: Some(number), function })
 }
 
 impl Samples for ChatWriter {
@@ -260,21 +203,16 @@ impl Samples for ChatWriter {
         Ok(())
     }
 
-    fn token(
-        &mut self,
-        (_, sample): (u32, u32),
-        token: &TokenLogprobs,
-        text: String,
-        out: &mut VecDeque<Bytes>,
-    ) -> Result<()> {
+    fn token(&mut self, at: (u32, u32), token: &TokenLogprobs, text: String, out: &mut VecDeque<Bytes>) -> Result<()> {
         self.begin(out);
         self.chunks.tokens += 1;
         let report = &self.options.report;
-        let (index, held) = (sample as usize, self.kept.hold(report.logprobs_bytes(1))?);
+        let (index, held) = (at.1 as usize, self.kept.hold(report.logprobs_bytes(1))?);
         let Some(streamed) = self.streamed[index].as_mut() else { return Ok(()) };
-        let logprobs = streamed.logprobs.write(std::slice::from_ref(token), report);
+        let tokens = std::slice::from_ref(token);
+        let logprobs = report.logprobs.map(|top| streamed.logprobs.write(tokens, report.mode, top));
         let ids = report.returns_ids.then(|| vec![token.token]);
-        let deltas = self.deltas(index, |parser, pieces| parser.push(&text, pieces), &text);
+        let deltas = self.deltas(index, &text, false);
         self.send_deltas(index, deltas, logprobs, ids, out);
         self.kept.release(held);
         Ok(())
@@ -282,38 +220,29 @@ impl Samples for ChatWriter {
 
     fn text(&mut self, (_, sample): (u32, u32), text: String, out: &mut VecDeque<Bytes>) {
         self.begin(out);
-        let deltas = self.deltas(sample as usize, |parser, pieces| parser.push(&text, pieces), &text);
+        let deltas = self.deltas(sample as usize, &text, false);
         self.send_deltas(sample as usize, deltas, None, None, out);
     }
 
     fn end_sample(&mut self, completion: &Completion, out: &mut VecDeque<Bytes>) {
         self.begin(out);
         let index = completion.sample_index as usize;
-        let stop_reason = self.options.report.stop_reason(completion);
-        let ending = self.options.report.ending(stop_reason.as_ref()).to_owned();
-        let Some(parser) = self.streamed[index].as_mut().map(|streamed| streamed.parser.take()) else { return };
-        let delta = match parser {
-            Some(mut parser) => {
-                let mut pieces = Vec::new();
-                parser.push(&ending, &mut pieces);
-                parser.finish(&mut pieces);
-                let deltas = self.written(index, pieces);
-                self.send_deltas(index, deltas, None, None, out);
-                MessageDelta::default()
-            }
-            None if self.options.calling.is_forced() => {
-                let deltas = self.arguments(index, &ending);
-                self.send_deltas(index, deltas, None, None, out);
-                MessageDelta::default()
-            }
-            None => MessageDelta::text(ending),
+        let report = &self.options.report;
+        let stop_reason = report.stop_reason(completion);
+        let ending = report.ending(stop_reason.as_ref()).to_owned();
+        let delta = if self.options.calling == ToolCalling::Never {
+            MessageDelta::text(ending)
+        } else {
+            let deltas = self.deltas(index, &ending, true);
+            self.send_deltas(index, deltas, None, None, out);
+            MessageDelta::default()
         };
-        let has_calls = self.streamed[index].take().is_some_and(|streamed| streamed.calls > 0);
+        let Some(streamed) = self.streamed[index].take() else { return };
         let report = &self.options.report;
         let choice = ChunkChoice {
             index,
             delta,
-            finish_reason: Some(self.ended(completion, has_calls)),
+            finish_reason: Some(self.ended(completion, streamed.calls > 0)),
             stop_reason: Some(stop_reason),
             token_ids: Some(report.returns_ids.then(Vec::new)),
             weight_versions: report.versions(completion),
@@ -329,22 +258,23 @@ impl Samples for ChatWriter {
         let stop_reason = report.stop_reason(&completion);
         let mut text = completion.text.clone().unwrap_or_default();
         text.push_str(report.ending(stop_reason.as_ref()));
-        let (content, calls) = self.message(text);
+        let (content, tool_calls) = self.message(text);
         let tokens = &completion.tokens;
-        let choice = Choice {
+        let choice = ChatChoice {
             index: completion.sample_index as usize,
-            logprobs: TokenWriter::new(report).write(tokens, report),
-            finish_reason: self.ended(&completion, !calls.is_empty()),
+            logprobs: report.logprobs.map(|top| report.chat_logprobs_writer().write(tokens, report.mode, top)),
+            finish_reason: self.ended(&completion, !tool_calls.is_empty()),
             stop_reason,
             token_ids: report.returns_ids.then(|| tokens.iter().map(|token| token.token).collect()),
             weight_versions: report.versions(&completion),
             message: Message {
                 role: &self.options.role,
-                content: content.or_else(|| (calls.is_empty() || self.options.calling.is_forced()).then(String::new)),
-                tool_calls: calls,
+                content: content
+                    .or_else(|| (tool_calls.is_empty() || self.options.calling.is_forced()).then(String::new)),
+                tool_calls,
                 ..Message::default()
             },
-            ..Choice::default()
+            ..ChatChoice::default()
         };
         self.kept.push(choice.index, &choice, held)
     }
