@@ -92,14 +92,15 @@ impl Stage {
 /// Moves the stage forward. Only `serve` has it.
 pub(super) struct StageSetter {
     stage: watch::Sender<Stage>,
-    in_flight: watch::Sender<usize>,
+    in_flight: watch::Sender<()>,
 }
 
 /// The services' view of the state. Cheap to clone.
 #[derive(Clone)]
 pub(super) struct ServerState {
     stage: watch::Receiver<Stage>,
-    in_flight: watch::Sender<usize>,
+    /// Has one receiver for each call in flight.
+    in_flight: watch::Sender<()>,
     /// Metrics, timeline and journal, which exist before the model is loaded.
     pub(super) observer: Observer,
     /// Number of calls that ended with a panic.
@@ -107,13 +108,7 @@ pub(super) struct ServerState {
 }
 
 /// Counts a call as in flight until it is dropped. Shutdown waits until none is left.
-pub(super) struct InFlight(watch::Sender<usize>);
-
-impl Drop for InFlight {
-    fn drop(&mut self) {
-        self.0.send_modify(|n| *n = n.checked_sub(1).expect("as many ends as starts"));
-    }
-}
+pub(super) type InFlight = watch::Receiver<()>;
 
 impl StageSetter {
     pub(super) fn set(&self, stage: Stage) {
@@ -122,9 +117,7 @@ impl StageSetter {
 
     /// Returns once no call is in flight.
     pub(super) async fn drained(&self) {
-        let mut in_flight = self.in_flight.subscribe();
-        // The wait cannot fail, because the sender is a field of this value.
-        let _ = in_flight.wait_for(|n| *n == 0).await;
+        self.in_flight.closed().await;
     }
 }
 
@@ -132,7 +125,7 @@ impl ServerState {
     /// The state of a server that starts.
     pub(super) fn new(observer: Observer) -> (StageSetter, Self) {
         let (stage, watched) = watch::channel(Stage::Starting);
-        let in_flight = watch::Sender::new(0);
+        let in_flight = watch::Sender::new(());
         let setter = StageSetter { stage, in_flight: in_flight.clone() };
         (setter, Self { stage: watched, in_flight, observer, panics: Panics::default() })
     }
@@ -143,8 +136,7 @@ impl ServerState {
     /// `Unavailable` while the server starts or ends.
     pub(super) fn admit(&self) -> Result<(Arc<ServingContext>, InFlight)> {
         // The count is raised before the stage is read, so that shutdown waits for every call that is admitted.
-        self.in_flight.send_modify(|n| *n += 1);
-        let in_flight = InFlight(self.in_flight.clone());
+        let in_flight = self.in_flight.subscribe();
         match &*self.stage.borrow() {
             Stage::Starting => Err(starting()),
             Stage::Serving(context) => Ok((Arc::clone(context), in_flight)),
