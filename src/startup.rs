@@ -22,7 +22,7 @@ use crate::model::config::ModelConfig;
 use crate::model::{Build, Decoder, Parameterized};
 use crate::observe::{Observer, Recorder};
 use crate::scheduler::{Scheduler, SchedulerConfig, Speculation};
-use crate::server::{ModelFacts, PromptEncoder, ServerInfo, ServingContext};
+use crate::server::{ModelFacts, PromptEncoder, ServingContext, pb};
 use crate::text::{ChatTemplate, Tokenizer};
 use crate::weights::{
     BROADCAST_BUFFER_BYTES, Checkpoint, Dtype, ModelFiles, ModelSource, Parameters, Partition, Sources, TokenizerFiles,
@@ -57,21 +57,23 @@ impl Started {
         let Self { engine, thread, model, text, .. } = self;
         let sources = Sources::new(config.weights_dir.clone()).with_devices(self.devices);
         let sources = Arc::new(sources.with_traffic(self.traffic.clone()));
-        let info = ServerInfo {
+        let count = |n: usize| u32::try_from(n).unwrap_or(u32::MAX);
+        let info = pb::GetInfoResponse {
             model: self.model_name,
             architecture: model.architecture_name().into(),
             dtype: self.dtype.into(),
             device: config.device.name().into(),
-            tensor_parallel_size: config.tp,
-            max_num_seqs: config.max_num_seqs,
-            max_batch_tokens: config.max_batch_tokens,
-            block_size: config.block_size,
+            tensor_parallel_size: count(config.tp),
+            max_num_seqs: count(config.max_num_seqs),
+            max_batch_tokens: count(config.max_batch_tokens),
+            block_size: count(config.block_size),
             parameters: self.num_weights,
             kernel: self.kernel.into(),
-            max_adapters: config.max_adapters,
-            max_lora_rank: config.max_lora_rank,
+            max_adapters: count(config.max_adapters),
+            max_lora_rank: count(config.max_lora_rank),
             device_uuids: sources.device_uuids(),
             batch_invariant: config.is_batch_invariant(),
+            ..Default::default()
         };
         let encoder = text.tokenizer.map(|tokenizer| Arc::new(PromptEncoder::new(tokenizer, text.chat_template)));
         encoder.iter().for_each(|encoder| encoder.prepare_grammars(model.vocab_size));

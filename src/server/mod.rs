@@ -35,7 +35,7 @@ pub use encoder::PromptEncoder;
 pub use listener::connection_limit;
 pub use security::{SecurityConfig, TlsFiles};
 pub use shutdown::{ShutdownHandle, ShutdownOrders, shutdown_channel, watch_signals};
-pub use state::{ModelFacts, ServerInfo, ServingContext};
+pub use state::{ModelFacts, ServingContext};
 
 use crate::engine::{Command, EngineHandle};
 use crate::error::{Error, Result};

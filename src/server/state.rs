@@ -11,6 +11,7 @@ use std::time::Duration;
 use tokio::sync::watch;
 
 use super::encoder::PromptEncoder;
+use super::pb;
 use crate::comm::Trainers;
 use crate::engine::EngineHandle;
 use crate::error::{Error, Result};
@@ -22,7 +23,8 @@ use crate::weights::{Parameters, Sources};
 /// Everything the services need once the model is loaded.
 pub struct ServingContext {
     pub model: Arc<ModelFacts>,
-    pub info: ServerInfo,
+    /// The answer to GetInfo, without the facts of `model`.
+    pub info: pb::GetInfoResponse,
     pub engine: EngineHandle,
     /// Count of the bytes of requests and replies in progress.
     pub traffic: Traffic,
@@ -45,31 +47,6 @@ pub struct ModelFacts {
     pub eos_token_ids: Vec<TokenId>,
     /// Encodes prompts of text; None if the model has no tokenizer, so that requests must use token ids.
     pub encoder: Option<Arc<PromptEncoder>>,
-}
-
-/// Facts that `GetInfo` reports and that are not in [`ModelFacts`].
-#[derive(Clone, Debug, Default)]
-pub struct ServerInfo {
-    pub model: String,
-    pub architecture: String,
-    /// Data type of weights and KV cache: `bfloat16` or `float32`.
-    pub dtype: String,
-    /// Device of the model: `cpu` or `cuda`.
-    pub device: String,
-    pub tensor_parallel_size: usize,
-    pub max_num_seqs: usize,
-    pub max_batch_tokens: usize,
-    pub block_size: usize,
-    /// Number of weights in the model; tied ones count once.
-    pub parameters: u64,
-    /// Instruction set that the kernels use.
-    pub kernel: String,
-    pub max_adapters: usize,
-    pub max_lora_rank: usize,
-    /// UUIDs of the devices in whose memory pushes may lie.
-    pub device_uuids: Vec<String>,
-    /// Whether a result has the same bits whatever is computed beside it.
-    pub batch_invariant: bool,
 }
 
 /// The stage of the process's life. It only moves forward.

@@ -7,7 +7,6 @@ use crate::engine::{AdapterStatus, AdapterTarget, RunningPolicy, UpdateReply, Up
 use crate::error::{Error, Result};
 use crate::observe::{PushGuard, PushKind, Transport};
 use crate::server::pb;
-use crate::server::state::ServerInfo;
 use crate::weights::{Allocation, Dtype, Source, TensorEntry, UpdateHeader, UpdateKind};
 
 /// Longest adapter_config.json in bytes: one that names each module of a large model has some 100 KiB.
@@ -206,8 +205,8 @@ pub(in crate::server) fn adapters(
     };
     pb::ListAdaptersResponse {
         adapters: adapters.into_iter().map(adapter).collect(),
-        max_adapters: saturated(info.max_adapters),
-        max_lora_rank: saturated(info.max_lora_rank),
+        max_adapters: info.max_adapters,
+        max_lora_rank: info.max_lora_rank,
     }
 }
 

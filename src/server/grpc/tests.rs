@@ -16,7 +16,7 @@ use crate::observe::Observer;
 use crate::server::calls::Deadline;
 use crate::server::pb::{self, control_server::Control as _, rollout_server::Rollout as _};
 use crate::server::state::{Stage, StageSetter};
-use crate::server::{ModelFacts, ServerInfo, ServerState, ServingContext};
+use crate::server::{ModelFacts, ServerState, ServingContext};
 use crate::types::EngineStats;
 use crate::weights::{Dtype, Parameters};
 
@@ -27,7 +27,7 @@ pub(super) fn open() -> (StageSetter, ServerState, Receiver<Command>) {
     let (stage, server) = ServerState::new(Observer::new().0);
     stage.set(Stage::Serving(Arc::new(ServingContext {
         model: Arc::new(model),
-        info: ServerInfo::default(),
+        info: pb::GetInfoResponse::default(),
         engine: EngineHandle::new(sender),
         traffic: Traffic::new(1 << 30),
         parameters: Arc::new(Parameters::new(Vec::new(), Dtype::F32, 1, false)),

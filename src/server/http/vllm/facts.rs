@@ -87,7 +87,7 @@ pub(super) struct WorldSize {
 )]
 pub(super) async fn get_world_size(State(app): State<AppState>, query: Query) -> Result<Json<WorldSize>, HttpError> {
     query.flag("include_dp", true)?;
-    Ok(Json(WorldSize { world_size: app.server.context()?.info.tensor_parallel_size }))
+    Ok(Json(WorldSize { world_size: app.server.context()?.info.tensor_parallel_size as usize }))
 }
 
 /// The configuration.
