@@ -215,13 +215,13 @@ fn encoder<'a>(field: &str, model: &'a ModelFacts, advice: &str) -> Result<&'a P
 }
 
 fn check_versions(exact: Option<WeightVersion>, least: Option<WeightVersion>) -> Result<()> {
-    match (exact, least) {
-        (Some(exact), Some(least)) if exact < least => Err(Error::invalid(
-            "if_weight_version",
-            format!("{exact} is below min_weight_version {least}, so both can never hold; give one of them"),
-        )),
-        _ => Ok(()),
+    if let (Some(exact), Some(least)) = (exact, least)
+        && exact < least
+    {
+        let message = format!("{exact} is below min_weight_version {least}, so both can never hold; give one of them");
+        return Err(Error::invalid("if_weight_version", message));
     }
+    Ok(())
 }
 
 fn check_top_logprobs(k: u32, model: &ModelFacts) -> Result<()> {

@@ -75,12 +75,10 @@ fn encoded(
 fn prompt(path: &str, prompt: pb::Prompt, model: &ModelFacts, charge: &mut Charge) -> Result<Prompt> {
     let (path, ids) = encoded(path, prompt, model, model.max_model_len, charge)?;
     check_tokens(&path, &ids, model)?;
-    if ids.len() >= model.max_model_len {
-        let message = format!(
-            "{} tokens leave no room for one more in the context of {}; shorten the prompt",
-            ids.len(),
-            model.max_model_len
-        );
+    let (tokens, most) = (ids.len(), model.max_model_len);
+    if tokens >= most {
+        let message =
+            format!("{tokens} tokens leave no room for one more in the context of {most}; shorten the prompt");
         return Err(Error::invalid(path, message));
     }
     Ok(Prompt::from_tokens(ids))

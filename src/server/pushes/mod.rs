@@ -30,48 +30,44 @@ pub(super) async fn transact(
     receive: impl AsyncFnOnce(Arc<ServingContext>, UpdateSender, PushGuard) -> Result<StagedUpdate>,
 ) -> Result<pb::UpdateResponse> {
     let noted = server.observer.journal.push();
-    receive_and_commit(server, peer, &noted, receive).await.inspect_err(|error| {
+    let transaction = async {
+        let started = Instant::now();
+        let (context, _in_flight) = server.admit()?;
+        let (ended, mut cancelled) = reply_channel();
+        let cancel = CancelOnDrop::new(&context.engine);
+        let sender = UpdateSender { peer, cancel: cancel.flag.clone(), activity: Activity::start(), ended };
+        let staged = tokio::select! {
+            staged = receive(context.clone(), sender, noted.clone()) => staged?,
+            Ok(error) = &mut cancelled => return Err(error),
+            error = server.ending() => return Err(error),
+        };
+        let took = started.elapsed();
+        let StagedUpdate { id, push: VerifiedPush { update: content, digest, bytes, parameters }, new_version } =
+            staged;
+        noted.commits(bytes, digest);
+        let commit = |reply| Command::CommitUpdate { update: id, content, new_version, reply };
+        let reply = match ask_blocking(&context.engine, commit).await? {
+            // CancelUpdate came just before the commit.
+            Err(error) => return Err(cancelled.try_recv().unwrap_or(error)),
+            Ok(reply) => reply,
+        };
+        noted.applied(reply.weight_version, reply.pause);
+        if reply.pending {
+            // A sleeping server keeps no memory, so it does not keep the trainer's segment mapped either.
+            context.sources.segments().release();
+        }
+        tracing::info!(
+            version = reply.weight_version,
+            staging_ms = took.as_millis() as u64,
+            pause_ms = reply.pause.as_millis() as u64,
+            pending = reply.pending,
+            "weights updated"
+        );
+        Ok(convert::update_reply(&reply, digest, bytes, parameters, took))
+    };
+    let result: Result<_> = transaction.await;
+    result.inspect_err(|error| {
         noted.failed(error);
         tracing::info!("push failed: {error}");
     })
-}
-
-async fn receive_and_commit(
-    server: &ServerState,
-    peer: String,
-    noted: &PushGuard,
-    receive: impl AsyncFnOnce(Arc<ServingContext>, UpdateSender, PushGuard) -> Result<StagedUpdate>,
-) -> Result<pb::UpdateResponse> {
-    let started = Instant::now();
-    let (context, _in_flight) = server.admit()?;
-    let (ended, mut cancelled) = reply_channel();
-    let cancel = CancelOnDrop::new(&context.engine);
-    let sender = UpdateSender { peer, cancel: cancel.flag.clone(), activity: Activity::start(), ended };
-    let staged = tokio::select! {
-        staged = receive(context.clone(), sender, noted.clone()) => staged?,
-        Ok(error) = &mut cancelled => return Err(error),
-        error = server.ending() => return Err(error),
-    };
-    let took = started.elapsed();
-    let StagedUpdate { id, push: VerifiedPush { update: content, digest, bytes, parameters }, new_version } = staged;
-    noted.commits(bytes, digest);
-    let commit = |reply| Command::CommitUpdate { update: id, content, new_version, reply };
-    let reply = match ask_blocking(&context.engine, commit).await? {
-        // CancelUpdate came just before the commit.
-        Err(error) => return Err(cancelled.try_recv().unwrap_or(error)),
-        Ok(reply) => reply,
-    };
-    noted.applied(reply.weight_version, reply.pause);
-    if reply.pending {
-        // A sleeping server keeps no memory, so it does not keep the trainer's segment mapped either.
-        context.sources.segments().release();
-    }
-    tracing::info!(
-        version = reply.weight_version,
-        staging_ms = took.as_millis() as u64,
-        pause_ms = reply.pause.as_millis() as u64,
-        pending = reply.pending,
-        "weights updated"
-    );
-    Ok(convert::update_reply(&reply, digest, bytes, parameters, took))
 }

@@ -135,7 +135,7 @@ fn owner(digest: &[u8; 32]) -> Owner {
 #[derive(Clone)]
 pub(in crate::server) struct Access {
     /// The tokens of the token file as it was read last; without a file every client may do everything.
-    tokens: Option<watch::Receiver<Arc<Tokens>>>,
+    pub(super) tokens: Option<watch::Receiver<Arc<Tokens>>>,
     warned: Arc<AtomicBool>,
 }
 
@@ -151,10 +151,6 @@ pub(in crate::server) struct Caller {
 impl Access {
     pub(super) fn new(tokens: Option<watch::Receiver<Arc<Tokens>>>) -> Self {
         Self { tokens, warned: Arc::default() }
-    }
-
-    pub(super) fn requires_tokens(&self) -> bool {
-        self.tokens.is_some()
     }
 
     /// Checks that a call with these headers may do what needs `role`. `name` names the call in the error.

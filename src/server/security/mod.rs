@@ -84,7 +84,7 @@ impl Security {
         if address.to_canonical().is_loopback() {
             return Ok(());
         }
-        if self.access.requires_tokens() {
+        if self.access.tokens.is_some() {
             if self.tls.is_none() {
                 tracing::warn!("--host {host}: tokens and samples travel unencrypted; give --tls-cert and --tls-key");
             }

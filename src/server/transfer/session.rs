@@ -250,13 +250,12 @@ fn answer(reply: TransferReply, result: Result<()>) {
 
 /// Checks that there is room for each of these broadcasts, which is set aside by what the group began with.
 fn check_room(context: &ServingContext, broadcasts: &[Broadcast], packing: Packing, begun: Packing) -> Result<()> {
-    let most = broadcast_bytes(context, begun);
+    let most = largest_broadcast(&context.parameters, begun.buffer());
     let Some(larger) = broadcasts.iter().find(|broadcast| broadcast.bytes() as u64 > most) else { return Ok(()) };
-    if packing.is_packed() && packing.buffer() > begun.buffer() {
+    let (asked, room) = (packing.buffer(), begun.buffer());
+    if packing.is_packed() && asked > room {
         let message = format!(
-            "{} is more than the {} of init_info, for which room is set aside; give it with init_info",
-            packing.buffer(),
-            begun.buffer()
+            "{asked} is more than the {room} of init_info, for which room is set aside; give it with init_info"
         );
         return Err(Error::invalid("update_info.packed_buffer_size_bytes", message));
     }
@@ -264,15 +263,11 @@ fn check_room(context: &ServingContext, broadcasts: &[Broadcast], packing: Packi
     Err(Error::invalid("update_info.shapes", message))
 }
 
-/// Most bytes that a trainer broadcasts at once.
-fn broadcast_bytes(context: &ServingContext, packing: Packing) -> u64 {
-    largest_broadcast(&context.parameters, packing.buffer())
-}
-
 /// The header of a push whose tensors are declared as they come. It takes the memory of one broadcast on each device,
 /// and on the host that of the pieces on their way from there.
 fn header(context: &ServingContext, packing: Packing) -> UpdateHeader {
-    let on_devices = (context.trainers.ranks() as u64).saturating_mul(broadcast_bytes(context, packing));
+    let largest = largest_broadcast(&context.parameters, packing.buffer());
+    let on_devices = (context.trainers.ranks() as u64).saturating_mul(largest);
     UpdateHeader {
         total_bytes: Some(most_announced(&context.parameters)),
         source: Source::Broadcast(TransitBytes { on_devices, on_host: PIECES_BYTES }),
