@@ -132,10 +132,7 @@ impl ServerState {
         }
     }
 
-    /// The count of the bytes of requests and replies.
-    ///
-    /// # Errors
-    /// `Unavailable` while the server starts.
+    /// The count of the bytes of requests and replies; `Unavailable` while the server starts.
     pub(super) fn traffic(&self) -> Result<Traffic> {
         self.context().map(|context| context.traffic.clone())
     }

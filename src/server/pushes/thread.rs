@@ -117,7 +117,12 @@ fn receive(
     engine: &EngineHandle,
     activity: &Activity,
 ) -> Result<VerifiedPush> {
-    let write_part = |tensors: Option<Tensors>| tensors.map_or(Ok(()), |part| write_part(part, ticket.id, engine));
+    // Has the engine write tensors in place, and waits, so that only one part is on its way at a time.
+    let write_part = |tensors: Tensors| {
+        let (reply, answer) = reply_channel();
+        engine.send_blocking(Command::WritePart { update: ticket.id, tensors: Arc::new(tensors), reply })?;
+        answer.blocking_recv().map_err(|_| engine_gone())?
+    };
     let mut push = {
         let _busy = activity.busy();
         push.receive(ticket.mode)?
@@ -126,24 +131,19 @@ fn receive(
         let _busy = activity.busy();
         match message {
             PushMessage::Declare(tensors) => push.declare(tensors)?,
-            PushMessage::Write(pb::Chunk { tensor, offset, data }) => write_part(push.write(tensor, offset, &data)?)?,
+            PushMessage::Write(pb::Chunk { tensor, offset, data }) => {
+                push.write(tensor, offset, &data)?.map_or(Ok(()), write_part)?;
+            }
             PushMessage::Finish => {
                 // The tensors of a push in place that come from files are read now, one after the other.
                 while let Some(tensors) = push.read_next()? {
-                    write_part(Some(tensors))?;
+                    write_part(tensors)?;
                 }
                 return push.finish();
             }
         }
     }
     Err(Error::Aborted("the stream broke before its commit".into()))
-}
-
-/// Has the engine write tensors in place, and waits, so that only one part is on its way at a time.
-fn write_part(tensors: Tensors, update: u64, engine: &EngineHandle) -> Result<()> {
-    let (reply, answer) = reply_channel();
-    engine.send_blocking(Command::WritePart { update, tensors: Arc::new(tensors), reply })?;
-    answer.blocking_recv().map_err(|_| engine_gone())?
 }
 
 fn failed(error: tokio::task::JoinError) -> Error {

@@ -184,10 +184,7 @@ impl Access {
     }
 }
 
-/// The token of an `Authorization: Bearer TOKEN` header.
-///
-/// # Errors
-/// `Unauthenticated` if there is none, or more than one.
+/// The token of the `Authorization: Bearer TOKEN` header; `Unauthenticated` if there is none, or more than one.
 fn bearer(headers: &HeaderMap) -> Result<&[u8]> {
     let refused = |why: &str| Error::Unauthenticated(format!("{why}; send `authorization: Bearer TOKEN`"));
     let mut values = headers.get_all(AUTHORIZATION).iter();

@@ -99,9 +99,6 @@ pub(super) struct WatchedFiles {
 }
 
 /// Makes a value of `files`, and adds them to `watched`: the receiver gets each later value. `name` is for the log.
-///
-/// # Errors
-/// The errors of `make`.
 pub(super) fn load<T: Send + Sync + 'static>(
     watched: &mut Vec<WatchedFiles>,
     name: &'static str,

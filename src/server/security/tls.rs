@@ -33,9 +33,6 @@ impl Tls {
 }
 
 /// Reads certificate and key and, if there is a third file, the authorities of clients' certificates.
-///
-/// # Errors
-/// `Config` with the file and the reason.
 pub(super) fn read_tls(files: &[Named]) -> Result<ServerConfig> {
     let [cert_file, key_file, client_ca @ ..] = files else { unreachable!("there are a certificate and a key") };
     let chain = certificates(cert_file)?;

@@ -108,10 +108,7 @@ impl Cursor {
     }
 }
 
-/// The type that torch calls `name`.
-///
-/// # Errors
-/// `InvalidArgument` if no weight has such values.
+/// The type that torch calls `name`; `InvalidArgument` if no weight has such values.
 pub(in crate::server) fn dtype(name: &str) -> Result<Dtype> {
     match name {
         "float32" => Ok(Dtype::F32),
