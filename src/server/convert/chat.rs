@@ -68,9 +68,7 @@ fn messages(path: &str, plain: Vec<pb::ChatMessage>, given: &str) -> Result<Vec<
             _ => return Err(Error::invalid(path, "is not a list of messages")),
         },
     };
-    if messages.is_empty() {
-        return Err(Error::invalid(path, "is empty; give at least one message"));
-    }
+    ensure!(!messages.is_empty(), path, "is empty; give at least one message");
     messages.into_iter().enumerate().map(|(i, value)| message(&format!("{path}[{i}]"), value)).collect()
 }
 
@@ -92,9 +90,7 @@ fn message(path: &str, value: Value) -> Result<Value> {
     members.insert("content".into(), content);
     members.retain(|_, value| !value.is_null());
     for (name, why) in [("audio", "this model takes text"), ("function_call", "is no longer used; send tool_calls")] {
-        if members.contains_key(name) {
-            return Err(Error::invalid(format!("{path}.{name}"), why));
-        }
+        ensure!(!members.contains_key(name), format!("{path}.{name}"), "{why}");
     }
     if members.get("tool_calls") == Some(&json!([])) {
         members.shift_remove("tool_calls");

@@ -35,9 +35,7 @@ pub(in crate::server) fn wake_tags(tags: &[i32], reload: bool) -> Result<WakeTag
             }
         }
     }
-    if reload && !wanted.weights {
-        return Err(Error::invalid("reload", "reads the weights again; name WEIGHTS among the tags"));
-    }
+    ensure!(wanted.weights || !reload, "reload", "reads the weights again; name WEIGHTS among the tags");
     Ok(wanted)
 }
 

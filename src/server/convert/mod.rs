@@ -2,6 +2,16 @@
 //! that leave this module need no further checks. HTTP makes the same messages of its bodies, so each field has one
 //! check and one default. A wrong field is rejected with `InvalidArgument` and its path.
 
+/// Returns `InvalidArgument` with the path of a field and a message, unless a condition holds.
+macro_rules! ensure {
+    ($condition:expr, $field:expr, $($message:tt)+) => {
+        let holds: bool = $condition;
+        if !holds {
+            return Err($crate::error::Error::invalid($field, format!($($message)+)));
+        }
+    };
+}
+
 mod chat;
 mod lifecycle;
 mod prompt;
@@ -195,10 +205,8 @@ fn check_lengths(field: &str, texts: &[String], most: usize) -> Result<()> {
 
 /// Checks that `count`, of things called `unit`, is at most `most`.
 fn check_most(field: impl Display, count: usize, unit: &str, most: usize, advice: &str) -> Result<()> {
-    if count <= most {
-        return Ok(());
-    }
-    Err(Error::invalid(field.to_string(), format!("{count} {unit} are more than {most}; {advice}")))
+    ensure!(count <= most, field.to_string(), "{count} {unit} are more than {most}; {advice}");
+    Ok(())
 }
 
 /// Checks that token ids are below the vocabulary size.
@@ -225,28 +233,20 @@ fn check_versions(exact: Option<WeightVersion>, least: Option<WeightVersion>) ->
 }
 
 fn check_top_logprobs(k: u32, model: &ModelFacts) -> Result<()> {
-    if k > MAX_TOP_LOGPROBS {
-        return Err(Error::invalid("top_logprobs", format!("{k} is more than {MAX_TOP_LOGPROBS}")));
-    }
-    if k as usize > model.vocab_size {
-        let message = format!("{k} is more than the vocabulary size {}", model.vocab_size);
-        return Err(Error::invalid("top_logprobs", message));
-    }
+    ensure!(k <= MAX_TOP_LOGPROBS, "top_logprobs", "{k} is more than {MAX_TOP_LOGPROBS}");
+    let vocab_size = model.vocab_size;
+    ensure!(k as usize <= vocab_size, "top_logprobs", "{k} is more than the vocabulary size {vocab_size}");
     Ok(())
 }
 
 fn time_limit(seconds: f64) -> Result<Duration> {
-    if seconds.is_nan() || seconds < 0.0 {
-        return Err(Error::invalid("time_limit_seconds", format!("{seconds} is not a number of seconds from 0 on")));
-    }
+    ensure!(seconds >= 0.0, "time_limit_seconds", "{seconds} is not a number of seconds from 0 on");
     Ok(Duration::try_from_secs_f64(seconds).unwrap_or(Duration::MAX))
 }
 
 fn check_n(n: Option<u32>, prompts: usize) -> Result<u32> {
     let n = n.unwrap_or(1);
-    if n == 0 {
-        return Err(Error::invalid("n", "0 samples; ask for at least 1"));
-    }
+    ensure!(n > 0, "n", "0 samples; ask for at least 1");
     if n > MAX_SAMPLES_PER_PROMPT {
         let message = format!("{n} is more than {MAX_SAMPLES_PER_PROMPT} samples of one prompt; repeat the prompt");
         return Err(Error::invalid("n", message));

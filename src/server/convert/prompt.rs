@@ -7,25 +7,19 @@ use crate::types::{Prompt, TokenId};
 
 /// Checks the prompts of a `GenerateRequest`. Each must leave room for at least one token in the context.
 pub(super) fn prompts(prompts: Vec<pb::Prompt>, model: &ModelFacts, charge: &mut Charge) -> Result<Vec<Prompt>> {
-    if prompts.is_empty() {
-        return Err(Error::invalid("prompts", "is empty; give at least one prompt"));
-    }
+    ensure!(!prompts.is_empty(), "prompts", "is empty; give at least one prompt");
     prompts.into_iter().enumerate().map(|(i, p)| prompt(&format!("prompts[{i}]"), p, model, charge)).collect()
 }
 
 /// Checks the sequences of a `ScoreRequest`. Each must fit into the context.
 pub(super) fn sequences(sequences: Vec<pb::TokenIds>, model: &ModelFacts) -> Result<Vec<Prompt>> {
-    if sequences.is_empty() {
-        return Err(Error::invalid("sequences", "is empty; give at least one sequence"));
-    }
+    ensure!(!sequences.is_empty(), "sequences", "is empty; give at least one sequence");
     check_most("sequences", sequences.len(), "sequences", MAX_SAMPLES_PER_REQUEST, "split the request")?;
     let check = |(i, s): (usize, pb::TokenIds)| {
         let path = format!("sequences[{i}]");
         check_tokens(&path, &s.ids, model)?;
-        if s.ids.len() > model.max_model_len {
-            let message = format!("{} tokens are more than the context of {}", s.ids.len(), model.max_model_len);
-            return Err(Error::invalid(path, message));
-        }
+        let (n, most) = (s.ids.len(), model.max_model_len);
+        ensure!(n <= most, path, "{n} tokens are more than the context of {most}");
         Ok(Prompt::from_tokens(s.ids))
     };
     sequences.into_iter().enumerate().map(check).collect()
@@ -75,19 +69,13 @@ fn encoded(
 fn prompt(path: &str, prompt: pb::Prompt, model: &ModelFacts, charge: &mut Charge) -> Result<Prompt> {
     let (path, ids) = encoded(path, prompt, model, model.max_model_len, charge)?;
     check_tokens(&path, &ids, model)?;
-    let (tokens, most) = (ids.len(), model.max_model_len);
-    if tokens >= most {
-        let message =
-            format!("{tokens} tokens leave no room for one more in the context of {most}; shorten the prompt");
-        return Err(Error::invalid(path, message));
-    }
+    let (n, most) = (ids.len(), model.max_model_len);
+    ensure!(n < most, path, "{n} tokens leave no room for one more in the context of {most}; shorten the prompt");
     Ok(Prompt::from_tokens(ids))
 }
 
 /// Checks that there are token ids, all of them below the vocabulary size.
 fn check_tokens(path: &str, ids: &[TokenId], model: &ModelFacts) -> Result<()> {
-    if ids.is_empty() {
-        return Err(Error::invalid(path, "is empty; give at least one token"));
-    }
+    ensure!(!ids.is_empty(), path, "is empty; give at least one token");
     check_ids(format_args!("{path}.ids"), ids, model)
 }

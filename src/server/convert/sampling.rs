@@ -69,14 +69,9 @@ fn ranked(given: i32) -> Result<Distribution> {
 fn params(p: &pb::SamplingParams, model: &ModelFacts) -> Result<SamplingParams> {
     let default = SamplingParams::default();
     let max_tokens = p.max_tokens.unwrap_or(default.max_tokens);
-    if max_tokens == 0 {
-        return Err(Error::invalid("sampling.max_tokens", "0 tokens; ask for at least 1, or use Score"));
-    }
+    ensure!(max_tokens > 0, "sampling.max_tokens", "0 tokens; ask for at least 1, or use Score");
     let min_tokens = p.min_tokens.unwrap_or(default.min_tokens);
-    if min_tokens > max_tokens {
-        let message = format!("{min_tokens} is more than max_tokens {max_tokens}");
-        return Err(Error::invalid("sampling.min_tokens", message));
-    }
+    ensure!(min_tokens <= max_tokens, "sampling.min_tokens", "{min_tokens} is more than max_tokens {max_tokens}");
     let repetition = default.repetition_penalty;
     let params = SamplingParams {
         repetition_penalty: float("repetition_penalty", p.repetition_penalty, repetition, REPETITION_PENALTIES)?,
@@ -139,23 +134,17 @@ fn top_k(given: i32) -> Result<u32> {
 
 fn float(name: &str, given: Option<f32>, default: f32, (is_valid, numbers): Numbers) -> Result<f32> {
     let value = given.unwrap_or(default);
-    if is_valid(value) {
-        return Ok(value);
-    }
-    Err(Error::invalid(format!("sampling.{name}"), format!("{value} is not {numbers}")))
+    ensure!(is_valid(value), format!("sampling.{name}"), "{value} is not {numbers}");
+    Ok(value)
 }
 
 fn logit_bias(p: &pb::SamplingParams, model: &ModelFacts) -> Result<Vec<(TokenId, f32)>> {
     let mut bias: Vec<_> = p.logit_bias.iter().map(|(&token, &value)| (token, value)).collect();
     bias.sort_unstable_by_key(|&(token, _)| token);
     for &(token, value) in &bias {
-        let wrong = |message| Err(Error::invalid(format!("sampling.logit_bias[{token}]"), message));
-        if token as usize >= model.vocab_size {
-            return wrong(format!("{token} is not below the vocabulary size {}", model.vocab_size));
-        }
-        if value.is_nan() || value.abs() > MAX_LOGIT_BIAS {
-            return wrong(format!("{value} is not a number in [-1e9, 1e9]"));
-        }
+        let (path, vocab_size) = (|| format!("sampling.logit_bias[{token}]"), model.vocab_size);
+        ensure!((token as usize) < vocab_size, path(), "{token} is not below the vocabulary size {vocab_size}");
+        ensure!(value.abs() <= MAX_LOGIT_BIAS, path(), "{value} is not a number in [-1e9, 1e9]");
     }
     Ok(bias)
 }
@@ -176,9 +165,7 @@ fn stop_strings(stop: &[String], model: &ModelFacts) -> Result<Vec<String>> {
     encoder("sampling.stop", model, "use stop_token_ids")?;
     check_most("sampling.stop", stop.len(), "strings", MAX_STOP_STRINGS, "give fewer")?;
     for (i, s) in stop.iter().enumerate() {
-        if s.is_empty() {
-            return Err(Error::invalid(format!("sampling.stop[{i}]"), "is empty, and would end every sample at once"));
-        }
+        ensure!(!s.is_empty(), format!("sampling.stop[{i}]"), "is empty, and would end every sample at once");
         check_length(format_args!("sampling.stop[{i}]"), s, MAX_STOP_STRING_BYTES)?;
     }
     Ok(stop.to_vec())
@@ -195,9 +182,7 @@ fn check_satisfiable(params: &SamplingParams, model: &ModelFacts) -> Result<()> 
         Some(allowed) => ("sampling.allowed_token_ids", !allowed.iter().all(ends)),
         None => ("sampling.stop_token_ids", !(0..model.vocab_size as TokenId).all(|t| ends(&t))),
     };
-    if possible {
-        return Ok(());
-    }
-    let message = format!("every token ends the sample, but min_tokens is {}; no token is possible", params.min_tokens);
-    Err(Error::invalid(field, message))
+    let least = params.min_tokens;
+    ensure!(possible, field, "every token ends the sample, but min_tokens is {least}; no token is possible");
+    Ok(())
 }
