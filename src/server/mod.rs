@@ -208,7 +208,9 @@ pub async fn serve(
     tracing::info!(%address, http = http.map(tracing::field::display), "ready");
     let order = tokio::select! {
         order = orders.next() => order,
-        ended = transport.join_next() => return Err(Error::Internal(format!("the transport ended by itself: {ended:?}"))),
+        ended = transport.join_next() => {
+            return Err(Error::Internal(format!("the transport ended by itself: {ended:?}")));
+        }
         never = release_removed(context.sources.segments()) => match never {},
         never = trim_heap(&context.traffic, &frame_room, &metrics) => match never {},
     };

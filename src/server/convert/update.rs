@@ -80,7 +80,7 @@ pub(in crate::server) fn tensors(tensors: Vec<pb::Tensor>, first: usize) -> Resu
 
 fn tensor(index: usize, tensor: pb::Tensor) -> Result<TensorEntry> {
     let field = |part: &str| format!("tensors[{index}].{part}");
-    check_length(&field("name"), &tensor.name, MAX_PARAMETER_NAME_BYTES)?;
+    check_length(field("name"), &tensor.name, MAX_PARAMETER_NAME_BYTES)?;
     let dtype = match tensor.dtype() {
         pb::TensorDtype::Float32 => Dtype::F32,
         pb::TensorDtype::Bfloat16 => Dtype::Bf16,
@@ -108,7 +108,7 @@ fn tensor(index: usize, tensor: pb::Tensor) -> Result<TensorEntry> {
 }
 
 fn allocation(path: &str, given: pb::DeviceAllocation) -> Result<Allocation> {
-    check_length(&format!("{path}.device_uuid"), &given.device_uuid, MAX_UUID_BYTES)?;
+    check_length(format_args!("{path}.device_uuid"), &given.device_uuid, MAX_UUID_BYTES)?;
     Allocation::new(given.device_uuid, &given.handle).map_err(|error| error.within(path))
 }
 

@@ -86,12 +86,14 @@ impl Named {
     }
 }
 
+/// Makes a value of files again, and puts it in place of the current one.
+type Replace = Box<dyn Fn(&[Named]) -> Result<()> + Send>;
+
 /// Files of which a value is made, which is made again when they change.
 pub(super) struct WatchedFiles {
     name: &'static str,
     files: Vec<Named>,
-    /// Makes the value again, and puts it in place of the current one.
-    replace: Box<dyn Fn(&[Named]) -> Result<()> + Send>,
+    replace: Replace,
     /// The files when they were last read, whether or not that succeeded.
     read: Vec<Stamp>,
     /// The files at the last check, if they have changed since they were read.
