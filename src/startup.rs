@@ -21,7 +21,7 @@ use crate::model::config::ModelConfig;
 use crate::model::{Build, Decoder, Parameterized};
 use crate::observe::{Observer, Recorder};
 use crate::scheduler::{Scheduler, SchedulerConfig, Speculation};
-use crate::server::{ModelFacts, PromptEncoder, ServerInfo, ServingContext};
+use crate::server::{ModelFacts, PromptEncoder, ServingContext, pb};
 use crate::text::{ChatTemplate, Tokenizer};
 use crate::weights::{
     BROADCAST_BUFFER_BYTES, Checkpoint, Dtype, ModelFiles, ModelSource, Parameters, Partition, Sources, TokenizerFiles,
@@ -132,6 +132,8 @@ pub fn start(config: &Config, observer: Observer, recorder: Recorder) -> Result<
     let thread = std::thread::Builder::new().name("engine".into()).spawn(move || engine.run());
     let thread = thread.map_err(|e| Error::Internal(format!("cannot start the engine's thread: {e}")))?;
     let model = ModelFacts {
+        names: config.served_names(),
+        root: config.model.clone(),
         vocab_size: model.vocab_size,
         max_model_len: layout.max_model_len,
         eos_token_ids: model.eos_token_ids,
@@ -150,29 +152,31 @@ pub fn start(config: &Config, observer: Observer, recorder: Recorder) -> Result<
     Ok((context, thread))
 }
 
+/// The part of the answer to `GetInfo` that is not in [`ModelFacts`].
 fn server_info(
     config: &Config,
     layout: &Layout,
     model: &ModelConfig,
     parameters: u64,
     sources: &Sources,
-) -> ServerInfo {
-    ServerInfo {
-        served_names: config.served_names(),
-        root: config.model.clone(),
+) -> pb::GetInfoResponse {
+    let count = |n: usize| u32::try_from(n).unwrap_or(u32::MAX);
+    pb::GetInfoResponse {
+        model: config.served_names().swap_remove(0),
         architecture: model.architecture_name().into(),
         dtype: layout.dtype_name().into(),
         device: config.device.name().into(),
-        tensor_parallel_size: config.tp,
-        max_num_seqs: config.max_num_seqs,
-        max_batch_tokens: config.max_batch_tokens,
-        block_size: config.block_size,
+        tensor_parallel_size: count(config.tp),
+        max_num_seqs: count(config.max_num_seqs),
+        max_batch_tokens: count(config.max_batch_tokens),
+        block_size: count(config.block_size),
         parameters,
         kernel: layout.devices.of_rank(0).kernel().into(),
-        max_adapters: config.max_adapters,
-        max_lora_rank: config.max_lora_rank,
+        max_adapters: count(config.max_adapters),
+        max_lora_rank: count(config.max_lora_rank),
         device_uuids: sources.device_uuids(),
         batch_invariant: config.is_batch_invariant(),
+        ..Default::default()
     }
 }
 

@@ -6,10 +6,10 @@ use std::time::Duration;
 
 use bytes::Bytes;
 use tokio::sync::oneshot;
+use tokio::task::JoinSet;
 use tokio::time::{Instant, sleep_until};
 use tokio_stream::{Stream, StreamExt as _};
 
-use super::AbortOnDrop;
 use super::state::ServerState;
 use crate::engine::{CancelFlag, Command, EngineHandle, Reply};
 use crate::error::{Error, Result};
@@ -83,12 +83,14 @@ impl CancelOnDrop {
 
     /// Ends the request at this time with the tokens that it has, unless the returned value is dropped before. In a
     /// task of its own, because a reply whose client reads nothing is not polled.
-    pub(super) fn expire_at(&self, at: std::time::Instant) -> AbortOnDrop<()> {
+    pub(super) fn expire_at(&self, at: std::time::Instant) -> JoinSet<()> {
         let (flag, engine) = (self.flag.clone(), self.engine.clone());
-        AbortOnDrop(tokio::spawn(async move {
+        let mut timer = JoinSet::new();
+        timer.spawn(async move {
             sleep_until(at.into()).await;
             engine.expire(&flag);
-        }))
+        });
+        timer
     }
 }
 

@@ -17,10 +17,12 @@ mod state;
 mod transfer;
 
 use std::convert::Infallible;
+use std::io::{self, ErrorKind};
 use std::net::{SocketAddr, TcpListener};
 use std::sync::Arc;
 use std::time::Duration;
 
+use tokio::task::{JoinSet, spawn_blocking};
 use tokio::time::timeout;
 use tokio_stream::StreamExt as _;
 use tokio_util::sync::CancellationToken;
@@ -33,7 +35,7 @@ pub use encoder::PromptEncoder;
 pub use listener::connection_limit;
 pub use security::{SecurityConfig, TlsFiles};
 pub use shutdown::{ShutdownHandle, ShutdownOrders, shutdown_channel, watch_signals};
-pub use state::{ModelFacts, ServerInfo, ServingContext};
+pub use state::{ModelFacts, ServingContext};
 
 use crate::engine::{Command, EngineHandle};
 use crate::error::{Error, Result};
@@ -42,7 +44,7 @@ use crate::observe::{Metrics, Observer};
 use crate::weights::Segments;
 use http::AllowedHosts;
 use listener::{FRAME_BYTES, FrameRoom, Http2Connection, Listener};
-use security::{Protocol, Security};
+use security::Security;
 use shutdown::Order;
 use state::{ServerState, Stage, StageSetter};
 
@@ -100,10 +102,9 @@ pub struct ServerConfig {
 
 /// The listening ports. They are taken before the model is loaded, so that a wrong one ends the start early.
 pub struct Bound {
+    config: ServerConfig,
     grpc: BoundPort,
     http: Option<BoundPort>,
-    max_connections: usize,
-    shutdown_grace: Duration,
     security: Security,
     hosts: AllowedHosts,
 }
@@ -117,14 +118,12 @@ struct BoundPort {
 impl BoundPort {
     /// Listens on `host` and `port`, which come from `flag`.
     fn new(host: &str, port: u16, flag: &str) -> Result<Self> {
-        let failed = |e: std::io::Error| {
+        let failed = |e: io::Error| {
             let hint = match e.kind() {
-                std::io::ErrorKind::AddrInUse => {
-                    format!("stop the process that uses the port, or choose another {flag}")
-                }
-                _ => format!("choose another --host or {flag}"),
+                ErrorKind::AddrInUse => "stop the process that uses the port, or choose another",
+                _ => "choose another --host or",
             };
-            Error::Config(format!("cannot listen on {host}:{port}: {e}; {hint}"))
+            Error::Config(format!("cannot listen on {host}:{port}: {e}; {hint} {flag}"))
         };
         let listener = TcpListener::bind((host, port)).map_err(failed)?;
         listener.set_nonblocking(true).map_err(failed)?;
@@ -140,17 +139,17 @@ impl Bound {
     /// `Config` if an address cannot be listened on, or a file is wrong, or other machines could reach the server
     /// without a token and `--insecure` is not set.
     pub fn new(config: &ServerConfig) -> Result<Self> {
-        let ServerConfig { host, port, http_port, max_connections, shutdown_grace, security } = config;
-        let mut allowed = security.allow_host.clone();
-        let security = Security::load(security)?;
-        let grpc = BoundPort::new(host, *port, "--port")?;
+        let host = &config.host;
+        let security = Security::load(&config.security)?;
+        let grpc = BoundPort::new(host, config.port, "--port")?;
         security.check_address(host, grpc.address.ip())?;
-        let http = http_port.map(|port| BoundPort::new(host, port, "--http-port")).transpose()?;
+        let http = config.http_port.map(|port| BoundPort::new(host, port, "--http-port")).transpose()?;
+        let mut allowed = config.security.allow_host.clone();
         // A name in --allow-host says that the operator knows all names that clients use.
         let only_these = grpc.address.ip().to_canonical().is_loopback() || !allowed.is_empty();
         allowed.push(host.clone());
         let hosts = AllowedHosts::new(allowed, only_these);
-        Ok(Self { grpc, http, max_connections: *max_connections, shutdown_grace: *shutdown_grace, security, hosts })
+        Ok(Self { config: config.clone(), grpc, http, security, hosts })
     }
 
     /// The address that gRPC really listens on.
@@ -192,12 +191,13 @@ pub async fn serve(
     let (health, health_service) = tonic_health::server::health_reporter();
     report(&health, ServingStatus::NotServing).await;
     let stop = CancellationToken::new();
-    let grace = bound.shutdown_grace;
+    let grace = bound.config.shutdown_grace;
     let (address, http) = (bound.address(), bound.http_address());
     let frame_room = FrameRoom::new();
-    let _secrets = AbortOnDrop(tokio::spawn(bound.security.keep_current()));
-    let transport = transport(bound, frame_room.clone(), &server, health_service, stop.clone())?;
-    let mut transport = AbortOnDrop(tokio::spawn(transport));
+    // A set aborts its task when it is dropped: neither task outlives `serve`.
+    let (mut secrets, mut transport) = (JoinSet::new(), JoinSet::new());
+    secrets.spawn(bound.security.keep_current());
+    transport.spawn(both_ports(bound, frame_room.clone(), &server, health_service, stop.clone())?);
 
     let context = tokio::select! {
         context = context => Arc::new(context?),
@@ -205,13 +205,12 @@ pub async fn serve(
     };
     stage.set(Stage::Serving(context.clone()));
     report(&health, ServingStatus::Serving).await;
-    match http {
-        Some(http) => tracing::info!(%address, %http, "ready"),
-        None => tracing::info!(%address, "ready"),
-    }
+    tracing::info!(%address, http = http.map(tracing::field::display), "ready");
     let order = tokio::select! {
         order = orders.next() => order,
-        ended = &mut transport.0 => return Err(Error::Internal(format!("the transport ended by itself: {ended:?}"))),
+        ended = transport.join_next() => {
+            return Err(Error::Internal(format!("the transport ended by itself: {ended:?}")));
+        }
         never = release_removed(context.sources.segments()) => match never {},
         never = trim_heap(&context.traffic, &frame_room, &metrics) => match never {},
     };
@@ -226,7 +225,7 @@ pub async fn serve(
     // Ends the streams of health watchers, which would otherwise keep their connections open.
     clear(health).await;
     stop.cancel();
-    if timeout(FLUSH, &mut transport.0).await.is_err() {
+    if timeout(FLUSH, transport.join_next()).await.is_err() {
         tracing::warn!("some connections did not close in time");
     }
     tracing::info!(?ended, "ended");
@@ -256,7 +255,7 @@ async fn trim_heap(traffic: &Traffic, frame_room: &FrameRoom, metrics: &Metrics)
             (most, dropped, pushes) = (traffic.used(), 0, ended);
             // On the blocking pool, because it takes the allocator's locks one after the other. If it fails, the next
             // trim does its work.
-            let _ = tokio::task::spawn_blocking(trim).await;
+            let _ = spawn_blocking(trim).await;
         }
     }
 }
@@ -298,23 +297,23 @@ async fn order_end(engine: &EngineHandle, grace: Duration) {
 }
 
 /// Both ports, ready to be spawned. They shut down gracefully once `stop` is cancelled.
-fn transport(
+fn both_ports(
     bound: Bound,
     frame_room: FrameRoom,
     server: &ServerState,
     health: HealthServer<impl Health>,
     stop: CancellationToken,
 ) -> Result<impl Future<Output = Result<()>> + Send + 'static> {
-    let Bound { grpc, http, max_connections, security, hosts, .. } = bound;
+    let Bound { config, grpc, http, security, hosts } = bound;
     let listen = |port: BoundPort, protocol| {
         let failed = |e| Error::Internal(format!("cannot listen on {}: {e}", port.address));
         let tls = security.tls(protocol);
-        Listener::new(port.listener, max_connections, tls, &server.observer.metrics).map_err(failed)
+        Listener::new(port.listener, config.max_connections, tls, &server.observer.metrics).map_err(failed)
     };
-    let http = http.map(|port| listen(port, Protocol::Http1)).transpose()?;
+    let http = http.map(|port| listen(port, "http/1.1")).transpose()?;
     let routes = http::router(server, &security.access, hosts, stop.clone());
     let http = http.map(|listener| http::serve_connections(listener, routes, stop.clone()));
-    let connections = listen(grpc, Protocol::Http2)?;
+    let connections = listen(grpc, "h2")?;
     let connections = connections.map(move |accepted| Ok::<_, Infallible>(Http2Connection::new(accepted, &frame_room)));
     let grpc = Server::builder()
         .http2_keepalive_interval(Some(KEEPALIVE))
@@ -346,14 +345,5 @@ async fn report(health: &HealthReporter, status: ServingStatus) {
 async fn clear(mut health: HealthReporter) {
     for name in grpc::HEALTH_NAMES {
         health.clear_service_status(name).await;
-    }
-}
-
-/// Aborts its task on drop: the transport must not outlive `serve`.
-struct AbortOnDrop<T>(tokio::task::JoinHandle<T>);
-
-impl<T> Drop for AbortOnDrop<T> {
-    fn drop(&mut self) {
-        self.0.abort();
     }
 }

@@ -7,9 +7,9 @@ use std::pin::Pin;
 use std::task::{Context, Poll, ready};
 
 use tokio::sync::mpsc;
+use tokio::task::JoinSet;
 use tokio_stream::Stream;
 
-use super::AbortOnDrop;
 use super::calls::{CancelOnDrop, deadline_exceeded, engine_gone};
 use super::state::{InFlight, ServerState, ServingContext, shutting_down};
 use crate::engine::{EngineHandle, Event, Responder, Summary};
@@ -82,7 +82,7 @@ pub(super) struct ReplyStream<W: Writer> {
     pub(super) server: ServerState,
     /// Held until the reply ends: dropping them cancels the request, and gives back the bytes of its prompts, which the
     /// writer may hold to the end.
-    pub(super) _guards: (CancelOnDrop, InFlight, Charge, Option<AbortOnDrop<()>>),
+    pub(super) _guards: (CancelOnDrop, InFlight, Charge, Option<JoinSet<()>>),
 }
 
 impl<W: Writer> ReplyStream<W> {

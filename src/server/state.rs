@@ -11,6 +11,7 @@ use std::time::Duration;
 use tokio::sync::watch;
 
 use super::encoder::PromptEncoder;
+use super::pb;
 use crate::comm::Trainers;
 use crate::engine::EngineHandle;
 use crate::error::{Error, Result};
@@ -22,7 +23,8 @@ use crate::weights::{Parameters, Sources};
 /// Everything the services need once the model is loaded.
 pub struct ServingContext {
     pub model: Arc<ModelFacts>,
-    pub info: ServerInfo,
+    /// The answer to GetInfo, without the facts of `model`.
+    pub info: pb::GetInfoResponse,
     pub engine: EngineHandle,
     /// Count of the bytes of requests and replies in progress.
     pub traffic: Traffic,
@@ -37,7 +39,12 @@ pub struct ServingContext {
 }
 
 /// Facts of the model that requests are checked against.
+#[derive(Default)]
 pub struct ModelFacts {
+    /// The names of the policy, of which answers give the first unless a request gives another.
+    pub names: Vec<String>,
+    /// The value of `--model`.
+    pub root: String,
     pub vocab_size: usize,
     /// Most tokens that a prompt and its completion may have together.
     pub max_model_len: usize,
@@ -47,43 +54,15 @@ pub struct ModelFacts {
     pub encoder: Option<Arc<PromptEncoder>>,
 }
 
-/// Facts that `GetInfo` reports and that are not in [`ModelFacts`].
-#[derive(Clone, Debug, Default)]
-pub struct ServerInfo {
-    /// The names of the policy, of which answers give the first unless a request gives another.
-    pub served_names: Vec<String>,
-    /// The value of `--model`.
-    pub root: String,
-    pub architecture: String,
-    /// Data type of weights and KV cache: `bfloat16` or `float32`.
-    pub dtype: String,
-    /// Device of the model: `cpu` or `cuda`.
-    pub device: String,
-    pub tensor_parallel_size: usize,
-    pub max_num_seqs: usize,
-    pub max_batch_tokens: usize,
-    pub block_size: usize,
-    /// Number of weights in the model; tied ones count once.
-    pub parameters: u64,
-    /// Instruction set that the kernels use.
-    pub kernel: String,
-    pub max_adapters: usize,
-    pub max_lora_rank: usize,
-    /// UUIDs of the devices in whose memory pushes may lie.
-    pub device_uuids: Vec<String>,
-    /// Whether a result has the same bits whatever is computed beside it.
-    pub batch_invariant: bool,
-}
-
-impl ServerInfo {
+impl ModelFacts {
     /// The first name of the policy.
-    pub fn model(&self) -> &str {
-        self.served_names.first().map_or("", String::as_str)
+    pub fn name(&self) -> &str {
+        self.names.first().map_or("", String::as_str)
     }
 
     /// Whether a request that gives `name` as its model means the policy.
     pub fn is_policy(&self, name: &str) -> bool {
-        name.is_empty() || self.served_names.iter().any(|served| served == name)
+        name.is_empty() || self.names.iter().any(|served| served == name)
     }
 }
 
@@ -107,14 +86,15 @@ impl Stage {
 /// Moves the stage forward. Only `serve` has it.
 pub(super) struct StageSetter {
     stage: watch::Sender<Stage>,
-    in_flight: watch::Sender<usize>,
+    in_flight: watch::Sender<()>,
 }
 
 /// The services' view of the state. Cheap to clone.
 #[derive(Clone)]
 pub(super) struct ServerState {
     stage: watch::Receiver<Stage>,
-    in_flight: watch::Sender<usize>,
+    /// Has one receiver for each call in flight.
+    in_flight: watch::Sender<()>,
     /// Metrics, timeline and journal, which exist before the model is loaded.
     pub(super) observer: Observer,
     /// Number of calls that ended with a panic.
@@ -122,13 +102,7 @@ pub(super) struct ServerState {
 }
 
 /// Counts a call as in flight until it is dropped. Shutdown waits until none is left.
-pub(super) struct InFlight(watch::Sender<usize>);
-
-impl Drop for InFlight {
-    fn drop(&mut self) {
-        self.0.send_modify(|n| *n = n.checked_sub(1).expect("as many ends as starts"));
-    }
-}
+pub(super) type InFlight = watch::Receiver<()>;
 
 impl StageSetter {
     pub(super) fn set(&self, stage: Stage) {
@@ -137,9 +111,7 @@ impl StageSetter {
 
     /// Returns once no call is in flight.
     pub(super) async fn drained(&self) {
-        let mut in_flight = self.in_flight.subscribe();
-        // The wait cannot fail, because the sender is a field of this value.
-        let _ = in_flight.wait_for(|n| *n == 0).await;
+        self.in_flight.closed().await;
     }
 }
 
@@ -147,7 +119,7 @@ impl ServerState {
     /// The state of a server that starts.
     pub(super) fn new(observer: Observer) -> (StageSetter, Self) {
         let (stage, watched) = watch::channel(Stage::Starting);
-        let in_flight = watch::Sender::new(0);
+        let in_flight = watch::Sender::new(());
         let setter = StageSetter { stage, in_flight: in_flight.clone() };
         (setter, Self { stage: watched, in_flight, observer, panics: Panics::default() })
     }
@@ -158,8 +130,7 @@ impl ServerState {
     /// `Unavailable` while the server starts or ends.
     pub(super) fn admit(&self) -> Result<(Arc<ServingContext>, InFlight)> {
         // The count is raised before the stage is read, so that shutdown waits for every call that is admitted.
-        self.in_flight.send_modify(|n| *n += 1);
-        let in_flight = InFlight(self.in_flight.clone());
+        let in_flight = self.in_flight.subscribe();
         match &*self.stage.borrow() {
             Stage::Starting => Err(starting()),
             Stage::Serving(context) => Ok((Arc::clone(context), in_flight)),
@@ -178,10 +149,7 @@ impl ServerState {
         }
     }
 
-    /// The count of the bytes of requests and replies.
-    ///
-    /// # Errors
-    /// `Unavailable` while the server starts.
+    /// The count of the bytes of requests and replies; `Unavailable` while the server starts.
     pub(super) fn traffic(&self) -> Result<Traffic> {
         self.context().map(|context| context.traffic.clone())
     }

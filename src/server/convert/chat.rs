@@ -41,9 +41,6 @@ fn values(text: &str) -> u64 {
 }
 
 /// Checks a chat. Needs as many bytes as [`rendering_bytes`] says.
-///
-/// # Errors
-/// `InvalidArgument` with the path of the wrong value.
 pub(super) fn conversation(path: &str, chat: pb::Chat) -> Result<Conversation> {
     let add_generation_prompt = chat.add_generation_prompt.unwrap_or(!chat.continue_final_message);
     if add_generation_prompt && chat.continue_final_message {
@@ -71,9 +68,7 @@ fn messages(path: &str, plain: Vec<pb::ChatMessage>, given: &str) -> Result<Vec<
             _ => return Err(Error::invalid(path, "is not a list of messages")),
         },
     };
-    if messages.is_empty() {
-        return Err(Error::invalid(path, "is empty; give at least one message"));
-    }
+    ensure!(!messages.is_empty(), path, "is empty; give at least one message");
     messages.into_iter().enumerate().map(|(i, value)| message(&format!("{path}[{i}]"), value)).collect()
 }
 
@@ -94,13 +89,10 @@ fn message(path: &str, value: Value) -> Result<Value> {
     let content = content(&format!("{path}.content"), given.unwrap_or_default())?;
     members.insert("content".into(), content);
     members.retain(|_, value| !value.is_null());
-    for name in ["audio", "function_call"] {
-        if members.contains_key(name) {
-            let message = if name == "audio" { "this model takes text" } else { "is no longer used; send tool_calls" };
-            return Err(Error::invalid(format!("{path}.{name}"), message));
-        }
+    for (name, why) in [("audio", "this model takes text"), ("function_call", "is no longer used; send tool_calls")] {
+        ensure!(!members.contains_key(name), format!("{path}.{name}"), "{why}");
     }
-    if members.get("tool_calls").is_some_and(|calls| calls.as_array().is_some_and(Vec::is_empty)) {
+    if members.get("tool_calls") == Some(&json!([])) {
         members.shift_remove("tool_calls");
     }
     if let Some(calls) = members.get_mut("tool_calls") {
@@ -151,10 +143,8 @@ fn parse_arguments(path: &str, calls: &mut Value) -> Result<()> {
     for (i, call) in calls.iter_mut().enumerate() {
         let function = if call.get("function").is_some() { &mut call["function"] } else { call };
         let Value::Object(function) = function else {
-            return Err(Error::invalid(
-                format!("{path}[{i}]"),
-                "is not a call; a call has function: {name, arguments}",
-            ));
+            let message = "is not a call; a call has function: {name, arguments}";
+            return Err(Error::invalid(format!("{path}[{i}]"), message));
         };
         let arguments = match function.get("arguments") {
             Some(Value::String(text)) if !text.trim().is_empty() => {
@@ -180,9 +170,6 @@ fn alias_reasoning(members: &mut Map<String, Value>) {
 
 /// A list of objects, or null if it is empty or not given.
 fn objects(path: &str, given: &str) -> Result<Value> {
-    if given.is_empty() {
-        return Ok(Value::Null);
-    }
     match parsed(path, given)? {
         Value::Null => Ok(Value::Null),
         Value::Array(items) if items.is_empty() => Ok(Value::Null),
@@ -195,9 +182,6 @@ fn objects(path: &str, given: &str) -> Result<Value> {
 }
 
 fn arguments(path: &str, given: &str) -> Result<Map<String, Value>> {
-    if given.is_empty() {
-        return Ok(Map::new());
-    }
     let arguments = match parsed(path, given)? {
         Value::Null => Map::new(),
         Value::Object(arguments) => arguments,
@@ -209,6 +193,10 @@ fn arguments(path: &str, given: &str) -> Result<Map<String, Value>> {
     }
 }
 
+/// The value of a JSON text; null if the text is empty.
 fn parsed(path: &str, text: &str) -> Result<Value> {
+    if text.is_empty() {
+        return Ok(Value::Null);
+    }
     serde_json::from_str(text).map_err(|error| Error::invalid(path, format!("is not JSON: {error}")))
 }

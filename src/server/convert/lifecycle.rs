@@ -5,9 +5,6 @@ use crate::error::{Error, Result};
 use crate::server::pb;
 
 /// The level of a sleep; unspecified is level 1.
-///
-/// # Errors
-/// `InvalidArgument` if `value` is not a level.
 pub(in crate::server) fn sleep_level(value: i32) -> Result<SleepLevel> {
     match pb::SleepLevel::try_from(value) {
         Ok(pb::SleepLevel::Unspecified | pb::SleepLevel::SleepLevel1) => Ok(SleepLevel::One),
@@ -17,9 +14,6 @@ pub(in crate::server) fn sleep_level(value: i32) -> Result<SleepLevel> {
 }
 
 /// How running requests are drained; unspecified is WAIT.
-///
-/// # Errors
-/// `InvalidArgument` if `value` is not a mode.
 pub(in crate::server) fn drain_mode(value: i32) -> Result<DrainMode> {
     match pb::DrainMode::try_from(value) {
         Ok(pb::DrainMode::Unspecified | pb::DrainMode::Wait) => Ok(DrainMode::Wait),
@@ -29,10 +23,7 @@ pub(in crate::server) fn drain_mode(value: i32) -> Result<DrainMode> {
     }
 }
 
-/// The parts to wake. No tags mean all parts.
-///
-/// # Errors
-/// `InvalidArgument` if a tag is unknown, or `reload` is set without waking the weights.
+/// The parts to wake; no tags mean all parts. To `reload` the weights is wrong unless they wake.
 pub(in crate::server) fn wake_tags(tags: &[i32], reload: bool) -> Result<WakeTags> {
     let mut wanted = WakeTags { weights: tags.is_empty(), kv_cache: tags.is_empty() };
     for &tag in tags {
@@ -44,18 +35,15 @@ pub(in crate::server) fn wake_tags(tags: &[i32], reload: bool) -> Result<WakeTag
             }
         }
     }
-    if reload && !wanted.weights {
-        return Err(Error::invalid("reload", "reads the weights again; name WEIGHTS among the tags"));
-    }
+    ensure!(wanted.weights || !reload, "reload", "reads the weights again; name WEIGHTS among the tags");
     Ok(wanted)
 }
 
 pub(in crate::server) fn sleep_reply(reply: &SleepReply) -> pb::SleepResponse {
-    let released = |tag: pb::MemoryTag, bytes| pb::ReleasedMemory { tag: tag.into(), bytes };
     pb::SleepResponse {
         released: vec![
-            released(pb::MemoryTag::Weights, reply.weights_bytes),
-            released(pb::MemoryTag::KvCache, reply.kv_cache_bytes),
+            pb::ReleasedMemory { tag: pb::MemoryTag::Weights.into(), bytes: reply.weights_bytes },
+            pb::ReleasedMemory { tag: pb::MemoryTag::KvCache.into(), bytes: reply.kv_cache_bytes },
         ],
         resident_bytes: reply.resident_bytes,
         seconds: reply.took.as_secs_f64(),

@@ -1,6 +1,16 @@
 //! The only place that checks requests: protobuf messages become valid types here, and answers become messages. Values
 //! that leave this module need no further checks. HTTP makes the same messages of its bodies, so each field has one
-//! check and one default.
+//! check and one default. A wrong field is rejected with `InvalidArgument` and its path.
+
+/// Returns `InvalidArgument` with the path of a field and a message, unless a condition holds.
+macro_rules! ensure {
+    ($condition:expr, $field:expr, $($message:tt)+) => {
+        let holds: bool = $condition;
+        if !holds {
+            return Err($crate::error::Error::invalid($field, format!($($message)+)));
+        }
+    };
+}
 
 mod chat;
 mod lifecycle;
@@ -13,14 +23,16 @@ mod timeline;
 mod update;
 
 use std::collections::{BTreeMap, HashSet};
+use std::fmt::Display;
 use std::sync::Arc;
 use std::time::Duration;
 
 pub(super) use lifecycle::{asleep, drain_mode, lifecycle, sleep_level, sleep_reply, wake_tags};
 pub(super) use prompt::tokens;
 pub(super) use timeline::timeline;
-pub(super) use update::{adapters, describe, dtype, header, open_update, tensors, update_reply, verified};
+pub(super) use update::{adapters, describe, dtype, header, open_update, tensors, update_reply};
 
+use super::encoder::PromptEncoder;
 use super::pb;
 use super::state::ModelFacts;
 use crate::engine::{AbortTarget, RequestKind, ValidRequest};
@@ -28,7 +40,7 @@ use crate::error::{Error, Result};
 use crate::grammar::Grammar;
 use crate::memory::Charge;
 use crate::text::StopStrings;
-use crate::types::{Distribution, Prompt, SamplingParams, WeightVersion};
+use crate::types::{Prompt, SamplingParams, TokenId, WeightVersion};
 
 /// Most samples of one prompt: GRPO groups are 4 to 64, best-of-n and pass@k go up to 1,000.
 const MAX_SAMPLES_PER_PROMPT: u32 = 1024;
@@ -88,7 +100,7 @@ fn params_bytes(params: &SamplingParams, has_grammar: bool, samples: usize) -> u
 /// texts while they are encoded.
 ///
 /// # Errors
-/// `InvalidArgument` with the path of the field; `ResourceExhausted` if there is no room now to encode its texts.
+/// `ResourceExhausted` if there is no room now to encode its texts, or too many grammars are being compiled.
 pub(super) fn generate(
     mut request: pb::GenerateRequest,
     model: &ModelFacts,
@@ -97,27 +109,23 @@ pub(super) fn generate(
     check_versions(request.if_weight_version, request.min_weight_version)?;
     check_top_logprobs(request.top_logprobs, model)?;
     let n = check_n(request.n, request.prompts.len())?;
-    if request.return_text && model.encoder.is_none() {
-        return Err(Error::invalid("return_text", "this model has no tokenizer; ask for token ids only"));
+    if request.return_text {
+        encoder("return_text", model, "ask for token ids only")?;
     }
-    let top_logprobs_of = distribution(request.top_logprobs_of)?;
-    let params = sampling::for_generate(request.sampling.as_ref(), request.top_logprobs, model)?;
-    let structured_outputs = request.sampling.as_ref().and_then(|s| s.structured_outputs.clone());
-    let seed = request.sampling.as_ref().and_then(|s| s.seed).unwrap_or_else(rand::random);
-    let shared = sampling::Shared { top_logprobs: request.top_logprobs, top_logprobs_of };
+    let (sampling, prompt_sampling) = sampling::for_generate(&mut request, model)?;
     Ok(ValidRequest {
-        prompt_sampling: sampling::prompt_sampling(&mut request.prompts, &shared, model)?,
         request_id: request_id(request.request_id)?,
         prompts: prompt::prompts(request.prompts, model, charge)?,
         kind: RequestKind::Generate {
             n,
-            seed,
+            seed: sampling.seed.unwrap_or_else(rand::random),
             prompt_logprobs: request.prompt_logprobs,
             stream_tokens: request.stream_tokens,
             return_text: request.return_text,
         },
-        grammar: structured::grammar(structured_outputs, &params, model)?,
-        params: Arc::new(SamplingParams { top_logprobs_of, ..params }),
+        params: sampling.params,
+        grammar: sampling.grammar,
+        prompt_sampling,
         adapter: named(request.adapter)?,
         if_weight_version: request.if_weight_version,
         min_weight_version: request.min_weight_version,
@@ -125,19 +133,15 @@ pub(super) fn generate(
     })
 }
 
-/// Checks a `ScoreRequest`.
-///
-/// # Errors
-/// `InvalidArgument` with the path of the field.
 pub(super) fn score(request: pb::ScoreRequest, model: &ModelFacts) -> Result<ValidRequest> {
     check_versions(request.if_weight_version, request.min_weight_version)?;
     check_top_logprobs(request.top_logprobs, model)?;
-    let params = sampling::for_score(request.sampling.as_ref(), request.top_logprobs, model)?;
+    let params = sampling::for_score(&request.sampling.unwrap_or_default(), model)?;
     Ok(ValidRequest {
         request_id: request_id(String::new())?,
         prompts: prompt::sequences(request.sequences, model)?,
         kind: RequestKind::Score,
-        params: Arc::new(params),
+        params: Arc::new(SamplingParams { top_logprobs: request.top_logprobs, ..params }),
         grammar: None,
         prompt_sampling: BTreeMap::new(),
         adapter: named(request.adapter)?,
@@ -147,27 +151,18 @@ pub(super) fn score(request: pb::ScoreRequest, model: &ModelFacts) -> Result<Val
     })
 }
 
-/// The requests that an Abort ends.
-///
-/// # Errors
-/// `InvalidArgument` unless exactly one of `all` and `request_ids` is given.
+/// The requests that an Abort ends, which names them or all.
 pub(super) fn abort(request: pb::AbortRequest) -> Result<AbortTarget> {
     match (request.all, request.request_ids.is_empty()) {
-        (true, true) => Ok(AbortTarget::All),
-        (false, false) => {
-            let ids = request.request_ids;
-            if ids.len() > MAX_ABORTED_REQUESTS {
-                let message = format!("{} ids are more than {MAX_ABORTED_REQUESTS}; abort in several calls", ids.len());
-                return Err(Error::invalid("request_ids", message));
-            }
-            for (i, id) in ids.iter().enumerate() {
-                check_length(&format!("request_ids[{i}]"), id, MAX_REQUEST_ID_BYTES)?;
-            }
-            Ok(AbortTarget::Requests(ids))
-        }
-        (true, false) => Err(Error::invalid("all", "cannot be combined with request_ids; give one of them")),
-        (false, true) => Err(Error::invalid("request_ids", "is empty; name requests or set all")),
+        (true, true) => return Ok(AbortTarget::All),
+        (true, false) => return Err(Error::invalid("all", "cannot be combined with request_ids; give one of them")),
+        (false, true) => return Err(Error::invalid("request_ids", "is empty; name requests or set all")),
+        (false, false) => {}
     }
+    let ids = request.request_ids;
+    check_most("request_ids", ids.len(), "ids", MAX_ABORTED_REQUESTS, "abort in several calls")?;
+    check_lengths("request_ids", &ids, MAX_REQUEST_ID_BYTES)?;
+    Ok(AbortTarget::Requests(ids))
 }
 
 fn request_id(given: String) -> Result<String> {
@@ -186,77 +181,72 @@ fn named(adapter: String) -> Result<Option<String>> {
 }
 
 /// The adapter that a `RemoveAdapter` names.
-///
-/// # Errors
-/// `InvalidArgument` if no adapter can have this name.
 pub(super) fn adapter_name(name: String) -> Result<String> {
     check_length("name", &name, MAX_ADAPTER_NAME_BYTES)?;
     Ok(name)
 }
 
 /// The parameters that a `Checksum` names.
-///
-/// # Errors
-/// `InvalidArgument` with the first name that no parameter can have.
 pub(super) fn parameter_names(names: Vec<String>) -> Result<Vec<String>> {
-    for (i, name) in names.iter().enumerate() {
-        check_length(&format!("names[{i}]"), name, MAX_PARAMETER_NAME_BYTES)?;
-    }
+    check_lengths("names", &names, MAX_PARAMETER_NAME_BYTES)?;
     Ok(names)
 }
 
 /// Checks that `text` has at most `most` bytes. Every text of a client has a limit, because texts are kept, compared
 /// and echoed.
-fn check_length(field: &str, text: &str, most: usize) -> Result<()> {
-    if text.len() <= most {
-        return Ok(());
-    }
-    Err(Error::invalid(field, format!("{} bytes are more than {most}; choose a shorter one", text.len())))
+fn check_length(field: impl Display, text: &str, most: usize) -> Result<()> {
+    check_most(field, text.len(), "bytes", most, "choose a shorter one")
+}
+
+/// The same for each text of a list.
+fn check_lengths(field: &str, texts: &[String], most: usize) -> Result<()> {
+    texts.iter().enumerate().try_for_each(|(i, text)| check_length(format_args!("{field}[{i}]"), text, most))
+}
+
+/// Checks that `count`, of things called `unit`, is at most `most`.
+fn check_most(field: impl Display, count: usize, unit: &str, most: usize, advice: &str) -> Result<()> {
+    ensure!(count <= most, field.to_string(), "{count} {unit} are more than {most}; {advice}");
+    Ok(())
+}
+
+/// Checks that token ids are below the vocabulary size.
+fn check_ids(field: impl Display, ids: &[TokenId], model: &ModelFacts) -> Result<()> {
+    let Some(i) = ids.iter().position(|&id| id as usize >= model.vocab_size) else { return Ok(()) };
+    let message = format!("{} is not below the vocabulary size {}", ids[i], model.vocab_size);
+    Err(Error::invalid(format!("{field}[{i}]"), message))
+}
+
+/// The model's encoder, without which `field` means nothing.
+fn encoder<'a>(field: &str, model: &'a ModelFacts, advice: &str) -> Result<&'a PromptEncoder> {
+    let missing = || Error::invalid(field, format!("this model has no tokenizer; {advice}"));
+    model.encoder.as_deref().ok_or_else(missing)
 }
 
 fn check_versions(exact: Option<WeightVersion>, least: Option<WeightVersion>) -> Result<()> {
-    match (exact, least) {
-        (Some(exact), Some(least)) if exact < least => Err(Error::invalid(
-            "if_weight_version",
-            format!("{exact} is below min_weight_version {least}, so both can never hold; give one of them"),
-        )),
-        _ => Ok(()),
-    }
-}
-
-fn check_top_logprobs(k: u32, model: &ModelFacts) -> Result<()> {
-    if k > MAX_TOP_LOGPROBS {
-        return Err(Error::invalid("top_logprobs", format!("{k} is more than {MAX_TOP_LOGPROBS}")));
-    }
-    if k as usize > model.vocab_size {
-        let message = format!("{k} is more than the vocabulary size {}", model.vocab_size);
-        return Err(Error::invalid("top_logprobs", message));
+    if let (Some(exact), Some(least)) = (exact, least)
+        && exact < least
+    {
+        let message = format!("{exact} is below min_weight_version {least}, so both can never hold; give one of them");
+        return Err(Error::invalid("if_weight_version", message));
     }
     Ok(())
 }
 
-fn time_limit(seconds: f64) -> Result<Duration> {
-    if seconds.is_nan() || seconds < 0.0 {
-        return Err(Error::invalid("time_limit_seconds", format!("{seconds} is not a number of seconds from 0 on")));
-    }
-    Ok(Duration::try_from_secs_f64(seconds).unwrap_or(Duration::MAX))
+fn check_top_logprobs(k: u32, model: &ModelFacts) -> Result<()> {
+    ensure!(k <= MAX_TOP_LOGPROBS, "top_logprobs", "{k} is more than {MAX_TOP_LOGPROBS}");
+    let vocab_size = model.vocab_size;
+    ensure!(k as usize <= vocab_size, "top_logprobs", "{k} is more than the vocabulary size {vocab_size}");
+    Ok(())
 }
 
-fn distribution(given: i32) -> Result<Distribution> {
-    match pb::Distribution::try_from(given) {
-        Ok(pb::Distribution::Unspecified | pb::Distribution::Raw) => Ok(Distribution::Raw),
-        Ok(pb::Distribution::Processed) => Ok(Distribution::Processed),
-        Err(_) => {
-            Err(Error::invalid("top_logprobs_of", format!("{given} is not a Distribution; use RAW or PROCESSED")))
-        }
-    }
+fn time_limit(seconds: f64) -> Result<Duration> {
+    ensure!(seconds >= 0.0, "time_limit_seconds", "{seconds} is not a number of seconds from 0 on");
+    Ok(Duration::try_from_secs_f64(seconds).unwrap_or(Duration::MAX))
 }
 
 fn check_n(n: Option<u32>, prompts: usize) -> Result<u32> {
     let n = n.unwrap_or(1);
-    if n == 0 {
-        return Err(Error::invalid("n", "0 samples; ask for at least 1"));
-    }
+    ensure!(n > 0, "n", "0 samples; ask for at least 1");
     if n > MAX_SAMPLES_PER_PROMPT {
         let message = format!("{n} is more than {MAX_SAMPLES_PER_PROMPT} samples of one prompt; repeat the prompt");
         return Err(Error::invalid("n", message));

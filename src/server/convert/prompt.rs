@@ -1,35 +1,25 @@
 //! Prompts of requests: token ids are checked, texts and chats are encoded.
 
-use super::{MAX_SAMPLES_PER_REQUEST, ModelFacts, chat, pb};
+use super::{MAX_SAMPLES_PER_REQUEST, ModelFacts, chat, check_ids, check_most, encoder, pb};
 use crate::error::{Error, Result};
 use crate::memory::Charge;
-use crate::server::encoder::PromptEncoder;
 use crate::types::{Prompt, TokenId};
 
 /// Checks the prompts of a `GenerateRequest`. Each must leave room for at least one token in the context.
 pub(super) fn prompts(prompts: Vec<pb::Prompt>, model: &ModelFacts, charge: &mut Charge) -> Result<Vec<Prompt>> {
-    if prompts.is_empty() {
-        return Err(Error::invalid("prompts", "is empty; give at least one prompt"));
-    }
+    ensure!(!prompts.is_empty(), "prompts", "is empty; give at least one prompt");
     prompts.into_iter().enumerate().map(|(i, p)| prompt(&format!("prompts[{i}]"), p, model, charge)).collect()
 }
 
 /// Checks the sequences of a `ScoreRequest`. Each must fit into the context.
 pub(super) fn sequences(sequences: Vec<pb::TokenIds>, model: &ModelFacts) -> Result<Vec<Prompt>> {
-    if sequences.is_empty() {
-        return Err(Error::invalid("sequences", "is empty; give at least one sequence"));
-    }
-    if sequences.len() > MAX_SAMPLES_PER_REQUEST {
-        let message = format!("{} are more than {MAX_SAMPLES_PER_REQUEST}; split the request", sequences.len());
-        return Err(Error::invalid("sequences", message));
-    }
+    ensure!(!sequences.is_empty(), "sequences", "is empty; give at least one sequence");
+    check_most("sequences", sequences.len(), "sequences", MAX_SAMPLES_PER_REQUEST, "split the request")?;
     let check = |(i, s): (usize, pb::TokenIds)| {
         let path = format!("sequences[{i}]");
-        check_ids(&path, &s.ids, model)?;
-        if s.ids.len() > model.max_model_len {
-            let message = format!("{} tokens are more than the context of {}", s.ids.len(), model.max_model_len);
-            return Err(Error::invalid(path, message));
-        }
+        check_tokens(&path, &s.ids, model)?;
+        let (n, most) = (s.ids.len(), model.max_model_len);
+        ensure!(n <= most, path, "{n} tokens are more than the context of {most}");
         Ok(Prompt::from_tokens(s.ids))
     };
     sequences.into_iter().enumerate().map(check).collect()
@@ -49,18 +39,20 @@ fn encoded(
     charge: &mut Charge,
 ) -> Result<(String, Vec<TokenId>)> {
     use pb::prompt::Kind;
+    const NO_TEXTS: &str = "give token ids";
     let special = prompt.add_special_tokens;
     let (path, ids) = match prompt.kind {
         None => return Err(Error::invalid(path, "none of tokens, text and chat is set")),
         Some(Kind::Tokens(tokens)) => return Ok((format!("{path}.tokens"), tokens.ids)),
         Some(Kind::Text(text)) => {
             let path = format!("{path}.text");
-            let ids = encoder(&path, model)?.encode_text(&path, &text, special.unwrap_or(true), most, charge)?;
+            let ids =
+                encoder(&path, model, NO_TEXTS)?.encode_text(&path, &text, special.unwrap_or(true), most, charge)?;
             (path, ids)
         }
         Some(Kind::Chat(chat)) => {
             let path = format!("{path}.chat");
-            let encoder = encoder(&path, model)?;
+            let encoder = encoder(&path, model, NO_TEXTS)?;
             let bytes = chat::rendering_bytes(&chat);
             let traffic = charge.traffic().clone();
             let render = || encoder.render(&path, chat::conversation(&path, chat)?, &traffic);
@@ -76,32 +68,14 @@ fn encoded(
 
 fn prompt(path: &str, prompt: pb::Prompt, model: &ModelFacts, charge: &mut Charge) -> Result<Prompt> {
     let (path, ids) = encoded(path, prompt, model, model.max_model_len, charge)?;
-    check_ids(&path, &ids, model)?;
-    if ids.len() >= model.max_model_len {
-        let message = format!(
-            "{} tokens leave no room for one more in the context of {}; shorten the prompt",
-            ids.len(),
-            model.max_model_len
-        );
-        return Err(Error::invalid(path, message));
-    }
+    check_tokens(&path, &ids, model)?;
+    let (n, most) = (ids.len(), model.max_model_len);
+    ensure!(n < most, path, "{n} tokens leave no room for one more in the context of {most}; shorten the prompt");
     Ok(Prompt::from_tokens(ids))
 }
 
-fn encoder<'a>(path: &str, model: &'a ModelFacts) -> Result<&'a PromptEncoder> {
-    model.encoder.as_deref().ok_or_else(|| Error::invalid(path, "this model has no tokenizer; give token ids"))
-}
-
-/// Checks that there are token ids, all of them below the vocabulary size. `path` is the field that the error names.
-fn check_ids(path: &str, ids: &[TokenId], model: &ModelFacts) -> Result<()> {
-    if ids.is_empty() {
-        return Err(Error::invalid(path, "is empty; give at least one token"));
-    }
-    match ids.iter().position(|&id| id as usize >= model.vocab_size) {
-        None => Ok(()),
-        Some(i) => {
-            let message = format!("{} is not below the vocabulary size {}", ids[i], model.vocab_size);
-            Err(Error::invalid(format!("{path}.ids[{i}]"), message))
-        }
-    }
+/// Checks that there are token ids, all of them below the vocabulary size.
+fn check_tokens(path: &str, ids: &[TokenId], model: &ModelFacts) -> Result<()> {
+    ensure!(!ids.is_empty(), path, "is empty; give at least one token");
+    check_ids(format_args!("{path}.ids"), ids, model)
 }

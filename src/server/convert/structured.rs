@@ -1,90 +1,62 @@
 //! The grammar of a sample's text: the field of the request, compiled.
 
+use std::collections::HashMap;
+use std::collections::hash_map::Entry;
 use std::sync::Arc;
 
 use super::pb::structured_outputs::Kind;
-use super::{ModelFacts, pb};
+use super::{ModelFacts, encoder, pb};
 use crate::error::{Error, Result};
 use crate::grammar::{Grammar, GrammarSource};
-use crate::server::encoder::PromptEncoder;
 use crate::types::{SamplingParams, TokenId};
 
 const FIELD: &str = "sampling.structured_outputs";
+/// Most grammars of the prompts of one request: each is compiled when the request is received, and kept while it runs.
+const MAX_GRAMMARS: usize = 64;
 
-/// The grammar of a request whose other parameters are `params`; `None` if its texts may be any.
-///
-/// # Errors
-/// `InvalidArgument` with the path of the field; `ResourceExhausted` if too many grammars are being compiled.
-pub(super) fn grammar(
-    given: Option<pb::StructuredOutputs>,
-    params: &SamplingParams,
-    model: &ModelFacts,
-) -> Result<Option<Arc<Grammar>>> {
-    let Some(given) = given else { return Ok(None) };
-    let requested = requested(given, params, model)?;
-    let grammar = requested.compile(model)?;
-    requested.check_start(&grammar, params)?;
-    Ok(Some(Arc::new(grammar)))
-}
+/// The grammars of one request, which its prompts share, by their sources and the tokens that end a sample.
+#[derive(Default)]
+pub(super) struct Grammars(HashMap<(GrammarSource, Vec<TokenId>), Arc<Grammar>>);
 
-/// A requested grammar that is not compiled yet.
-pub(super) struct RequestedGrammar {
-    name: &'static str,
-    pub(super) source: GrammarSource,
-    /// The tokens that end a sample.
-    pub(super) ends: Vec<TokenId>,
-}
-
-/// The grammar that samples with the other parameters `params` request.
-///
-/// # Errors
-/// `InvalidArgument` with the path of the field.
-pub(super) fn requested(
-    given: pb::StructuredOutputs,
-    params: &SamplingParams,
-    model: &ModelFacts,
-) -> Result<RequestedGrammar> {
-    let encoder = encoder(model)?;
-    let (name, source) = source(given)?;
-    // Special tokens have no text, so no grammar can ask for them; others are allowed where their text is.
-    let stops = params.stop_token_ids.iter().filter(|token| encoder.tokenizer.is_special(**token));
-    let ends = params.eos_token_ids.iter().chain(stops).copied().collect();
-    Ok(RequestedGrammar { name, source, ends })
-}
-
-impl RequestedGrammar {
-    /// Path of its field.
-    pub(super) fn field(&self) -> String {
-        format!("{FIELD}.{}", self.name)
-    }
-
-    /// # Errors
-    /// `InvalidArgument` with the path of the field; `ResourceExhausted` if too many grammars are being compiled.
-    pub(super) fn compile(&self, model: &ModelFacts) -> Result<Grammar> {
-        let grammars = &encoder(model)?.grammars;
-        grammars.compile(&self.source, model.vocab_size, &self.ends).map_err(|error| match error {
-            Error::InvalidArgument { message, .. } => Error::invalid(self.field(), message),
-            other => other,
-        })
-    }
-
-    /// Checks that samples with `params` can have a first token.
+impl Grammars {
+    /// The grammar of samples whose other parameters are `params`.
     ///
     /// # Errors
-    /// `InvalidArgument` with the path of the field.
-    pub(super) fn check_start(&self, grammar: &Grammar, params: &SamplingParams) -> Result<()> {
-        if grammar.can_start(params) {
-            return Ok(());
+    /// `InvalidArgument` with the path of the field; `ResourceExhausted` if too many grammars are being compiled.
+    pub(super) fn grammar(
+        &mut self,
+        given: pb::StructuredOutputs,
+        params: &SamplingParams,
+        model: &ModelFacts,
+    ) -> Result<Arc<Grammar>> {
+        let encoder = encoder(FIELD, model, "leave it unset")?;
+        let (name, source) = source(given)?;
+        let wrong = |message: String| Error::invalid(format!("{FIELD}.{name}"), message);
+        // Special tokens have no text, so no grammar can ask for them; others are allowed where their text is.
+        let stops = params.stop_token_ids.iter().filter(|token| encoder.tokenizer.is_special(**token));
+        let ends = params.eos_token_ids.iter().chain(stops).copied().collect();
+        let is_full = self.0.len() == MAX_GRAMMARS;
+        let grammar = match self.0.entry((source, ends)) {
+            Entry::Occupied(known) => known.into_mut(),
+            Entry::Vacant(_) if is_full => {
+                return Err(wrong(format!("a request has at most {MAX_GRAMMARS} of them; split the request")));
+            }
+            Entry::Vacant(new) => {
+                let (source, ends) = new.key();
+                let compiled = encoder.grammars.compile(source, model.vocab_size, ends);
+                new.insert(Arc::new(compiled.map_err(|error| match error {
+                    Error::InvalidArgument { message, .. } => wrong(message),
+                    other => other,
+                })?))
+            }
+        };
+        if !grammar.can_start(params) {
+            let message = "leaves no token to begin with; is it satisfiable, and do allowed_token_ids and min_tokens \
+                           allow what it asks for?";
+            return Err(wrong(message.into()));
         }
-        let message = "leaves no token to begin with; is it satisfiable, and do allowed_token_ids and min_tokens allow \
-                       what it asks for?";
-        Err(Error::invalid(self.field(), message))
+        Ok(grammar.clone())
     }
-}
-
-fn encoder(model: &ModelFacts) -> Result<&PromptEncoder> {
-    let missing = || Error::invalid(FIELD, "this model has no tokenizer, so that no text is known");
-    model.encoder.as_deref().ok_or_else(missing)
 }
 
 /// The source of the grammar, and the name of its field.

@@ -7,8 +7,7 @@ use crate::engine::{AdapterStatus, AdapterTarget, RunningPolicy, UpdateReply, Up
 use crate::error::{Error, Result};
 use crate::observe::{PushGuard, PushKind, Transport};
 use crate::server::pb;
-use crate::server::state::ServerInfo;
-use crate::weights::{Allocation, Dtype, Source, TensorEntry, UpdateHeader, UpdateKind, VerifiedPush};
+use crate::weights::{Allocation, Dtype, Source, TensorEntry, UpdateHeader, UpdateKind};
 
 /// Longest adapter_config.json in bytes: one that names each module of a large model has some 100 KiB.
 const MAX_ADAPTER_CONFIG_BYTES: usize = 1 << 20;
@@ -38,9 +37,6 @@ pub(in crate::server) fn describe(header: &UpdateHeader, push: &PushGuard) {
 }
 
 /// Checks the header of an update, and the tensors that it declares.
-///
-/// # Errors
-/// `InvalidArgument` with the path of the field.
 pub(in crate::server) fn header(header: pb::Header) -> Result<(UpdateHeader, Vec<TensorEntry>)> {
     let running = running_policy(header.running)?;
     let kind = match header.kind() {
@@ -78,16 +74,13 @@ pub(in crate::server) fn header(header: pb::Header) -> Result<(UpdateHeader, Vec
 }
 
 /// Checks the tensors that a header or a manifest declares. `first` is the index of the first one within the stream.
-///
-/// # Errors
-/// `InvalidArgument` with the tensor.
 pub(in crate::server) fn tensors(tensors: Vec<pb::Tensor>, first: usize) -> Result<Vec<TensorEntry>> {
     (first..).zip(tensors).map(|(i, t)| tensor(i, t)).collect()
 }
 
 fn tensor(index: usize, tensor: pb::Tensor) -> Result<TensorEntry> {
     let field = |part: &str| format!("tensors[{index}].{part}");
-    check_length(&field("name"), &tensor.name, MAX_PARAMETER_NAME_BYTES)?;
+    check_length(field("name"), &tensor.name, MAX_PARAMETER_NAME_BYTES)?;
     let dtype = match tensor.dtype() {
         pb::TensorDtype::Float32 => Dtype::F32,
         pb::TensorDtype::Bfloat16 => Dtype::Bf16,
@@ -115,7 +108,7 @@ fn tensor(index: usize, tensor: pb::Tensor) -> Result<TensorEntry> {
 }
 
 fn allocation(path: &str, given: pb::DeviceAllocation) -> Result<Allocation> {
-    check_length(&format!("{path}.device_uuid"), &given.device_uuid, MAX_UUID_BYTES)?;
+    check_length(format_args!("{path}.device_uuid"), &given.device_uuid, MAX_UUID_BYTES)?;
     Allocation::new(given.device_uuid, &given.handle).map_err(|error| error.within(path))
 }
 
@@ -177,30 +170,31 @@ pub(in crate::server) fn open_update(update: &UpdateStatus) -> pb::OpenUpdate {
     }
 }
 
-/// The part of the reply to a commit that is known before it. `staging` is the time from the header's arrival to the
-/// end of the verification.
-pub(in crate::server) fn verified(push: &VerifiedPush, staging: Duration) -> pb::UpdateResponse {
-    pb::UpdateResponse {
-        digest: push.digest.to_vec(),
-        parameters: saturated(push.parameters),
-        bytes: push.bytes,
-        staging_milliseconds: staging.as_secs_f64() * 1e3,
-        ..Default::default()
-    }
-}
-
-/// The reply to a commit of a push, of which `verified` is known.
-pub(in crate::server) fn update_reply(reply: &UpdateReply, verified: pb::UpdateResponse) -> pb::UpdateResponse {
+/// The reply to a commit of a verified push. `staging` is the time from the header's arrival to the end of the
+/// verification.
+pub(in crate::server) fn update_reply(
+    reply: &UpdateReply,
+    digest: [u8; 16],
+    bytes: u64,
+    parameters: usize,
+    staging: Duration,
+) -> pb::UpdateResponse {
     pb::UpdateResponse {
         weight_version: reply.weight_version,
         pause_milliseconds: reply.pause.as_secs_f64() * 1e3,
         pending: reply.pending,
         adapter_generation: reply.adapter_generation,
-        ..verified
+        digest: digest.to_vec(),
+        parameters: saturated(parameters),
+        bytes,
+        staging_milliseconds: staging.as_secs_f64() * 1e3,
     }
 }
 
-pub(in crate::server) fn adapters(adapters: Vec<AdapterStatus>, info: &ServerInfo) -> pb::ListAdaptersResponse {
+pub(in crate::server) fn adapters(
+    adapters: Vec<AdapterStatus>,
+    info: &pb::GetInfoResponse,
+) -> pb::ListAdaptersResponse {
     let adapter = |a: AdapterStatus| pb::Adapter {
         name: a.name,
         generation: a.generation,
@@ -211,8 +205,8 @@ pub(in crate::server) fn adapters(adapters: Vec<AdapterStatus>, info: &ServerInf
     };
     pb::ListAdaptersResponse {
         adapters: adapters.into_iter().map(adapter).collect(),
-        max_adapters: saturated(info.max_adapters),
-        max_lora_rank: saturated(info.max_lora_rank),
+        max_adapters: info.max_adapters,
+        max_lora_rank: info.max_lora_rank,
     }
 }
 

@@ -93,28 +93,15 @@ impl pb::control_server::Control for ControlService {
 }
 
 fn info_response(context: &ServingContext) -> pb::GetInfoResponse {
-    let (info, model) = (&context.info, &context.model);
+    let model = &context.model;
     pb::GetInfoResponse {
         server_version: env!("CARGO_PKG_VERSION").into(),
-        model: info.model().to_owned(),
-        architecture: info.architecture.clone(),
-        dtype: info.dtype.clone(),
-        device: info.device.clone(),
-        tensor_parallel_size: count(info.tensor_parallel_size),
         vocab_size: count(model.vocab_size),
         max_model_len: count(model.max_model_len),
-        max_num_seqs: count(info.max_num_seqs),
-        max_batch_tokens: count(info.max_batch_tokens),
-        block_size: count(info.block_size),
         eos_token_ids: model.eos_token_ids.clone(),
-        parameters: info.parameters,
-        kernel: info.kernel.clone(),
         has_tokenizer: model.encoder.is_some(),
         has_chat_template: model.encoder.as_ref().is_some_and(|e| e.chat_template.is_some()),
-        max_adapters: count(info.max_adapters),
-        max_lora_rank: count(info.max_lora_rank),
-        device_uuids: info.device_uuids.clone(),
-        batch_invariant: info.batch_invariant,
+        ..context.info.clone()
     }
 }
 

@@ -16,18 +16,18 @@ use crate::observe::Observer;
 use crate::server::calls::Deadline;
 use crate::server::pb::{self, control_server::Control as _, rollout_server::Rollout as _};
 use crate::server::state::{Stage, StageSetter};
-use crate::server::{ModelFacts, ServerInfo, ServerState, ServingContext};
+use crate::server::{ModelFacts, ServerState, ServingContext};
 use crate::types::EngineStats;
 use crate::weights::{Dtype, Parameters};
 
 /// A server that serves, and the engine's command queue, which no thread reads.
 pub(super) fn open() -> (StageSetter, ServerState, Receiver<Command>) {
     let (sender, commands) = sync_channel(16);
-    let model = ModelFacts { vocab_size: 100, max_model_len: 8, eos_token_ids: vec![99], encoder: None };
+    let model = ModelFacts { vocab_size: 100, max_model_len: 8, eos_token_ids: vec![99], ..Default::default() };
     let (stage, server) = ServerState::new(Observer::new().0);
     stage.set(Stage::Serving(Arc::new(ServingContext {
         model: Arc::new(model),
-        info: ServerInfo::default(),
+        info: pb::GetInfoResponse::default(),
         engine: EngineHandle::new(sender),
         traffic: Traffic::new(1 << 30),
         parameters: Arc::new(Parameters::new(Vec::new(), Dtype::F32, 1, false)),

@@ -53,7 +53,7 @@ pub(super) async fn metrics(State(AppState { server, .. }): State<AppState>) -> 
     let info = context.as_ref().map_or_else(Vec::new, |context| {
         let info = &context.info;
         vec![
-            ("model", info.model().to_owned()),
+            ("model", info.model.clone()),
             ("architecture", info.architecture.clone()),
             ("dtype", info.dtype.clone()),
             ("device", info.device.clone()),

@@ -59,7 +59,6 @@ pub(super) async fn model(State(app): State<AppState>, Path(id): Path<String>) -
 }
 
 async fn list(app: &AppState, context: &ServingContext) -> Result<Vec<Model>> {
-    let info = &context.info;
     let model = |id: &str, root: &str, parent: Option<String>, max_model_len| Model {
         id: id.to_owned(),
         object: "model",
@@ -70,11 +69,15 @@ async fn list(app: &AppState, context: &ServingContext) -> Result<Vec<Model>> {
         max_model_len,
         permission: Vec::new(),
     };
-    let policy = info.served_names.iter().map(|name| model(name, &info.root, None, Some(context.model.max_model_len)));
+    let policy = context
+        .model
+        .names
+        .iter()
+        .map(|name| model(name, &context.model.root, None, Some(context.model.max_model_len)));
     let adapters = adapters(context).await?;
     let adapter = |adapter: &AdapterStatus| {
         let root = adapter.directory.as_deref().unwrap_or(&adapter.name);
-        model(&adapter.name, root, Some(info.model().to_owned()), None)
+        model(&adapter.name, root, Some(context.model.name().to_owned()), None)
     };
     Ok(policy.chain(adapters.iter().map(adapter)).collect())
 }
@@ -91,7 +94,7 @@ pub(super) async fn adapters(context: &ServingContext) -> Result<Vec<AdapterStat
 /// # Errors
 /// 404 with the names that there are.
 pub(super) async fn check_model(model: Option<&str>, context: &ServingContext) -> HttpResult<()> {
-    let Some(name) = model.filter(|name| !context.info.is_policy(name)) else { return Ok(()) };
+    let Some(name) = model.filter(|name| !context.model.is_policy(name)) else { return Ok(()) };
     let is_adapter = adapters(context).await?.iter().any(|adapter| adapter.name == name);
     if is_adapter { Ok(()) } else { Err(unknown_model(context, name).await) }
 }
@@ -101,7 +104,7 @@ pub(super) async fn unknown_model(context: &ServingContext, name: &str) -> HttpE
     let quoted = |names: &mut dyn Iterator<Item = &String>| {
         names.map(|name| format!("`{}`", shown(name, MAX_NAME_BYTES))).collect::<Vec<_>>().join(", ")
     };
-    let served = quoted(&mut context.info.served_names.iter());
+    let served = quoted(&mut context.model.names.iter());
     let adapters = adapters(context).await.unwrap_or_default();
     let resident = match quoted(&mut adapters.iter().map(|adapter| &adapter.name)) {
         _ if context.info.max_adapters == 0 => String::new(),

@@ -3,7 +3,6 @@
 
 use std::sync::Arc;
 
-use bytes::Bytes;
 use tokio::sync::{mpsc, oneshot};
 use tokio::task::{JoinHandle, spawn_blocking};
 
@@ -14,7 +13,7 @@ use crate::server::calls::{ask, engine_gone, reply_channel};
 use crate::server::state::ServingContext;
 use crate::server::{convert, pb};
 use crate::types::WeightVersion;
-use crate::weights::{DeclaredPush, ReceivingPush, TensorEntry, Tensors, UpdateHeader, VerifiedPush};
+use crate::weights::{DeclaredPush, TensorEntry, Tensors, UpdateHeader, VerifiedPush};
 
 /// Messages between the stream and the thread: further chunks arrive while one is being hashed.
 const QUEUE: usize = 4;
@@ -38,7 +37,7 @@ pub(in crate::server) struct StagedUpdate {
 /// A message to the thread.
 enum PushMessage {
     Declare(Vec<TensorEntry>),
-    Write { tensor: u32, offset: u64, data: Bytes },
+    Write(pb::Chunk),
     Finish,
 }
 
@@ -66,7 +65,7 @@ impl PushThread {
             Err(_) => Err(Error::Aborted("the push was not begun".into())),
         });
         let begin = |reply| Command::BeginUpdate { header, staging, sender, reply };
-        let ticket = match ask(&context.engine, begin).await.and_then(|answer| answer) {
+        let ticket = match ask(&context.engine, begin).await.flatten() {
             Ok(ticket) => ticket,
             Err(error) => {
                 // The sender may free its memory once it has the error.
@@ -87,7 +86,7 @@ impl PushThread {
     }
 
     pub(in crate::server) async fn chunk(&mut self, chunk: pb::Chunk) -> Result<()> {
-        self.send(PushMessage::Write { tensor: chunk.tensor, offset: chunk.offset, data: chunk.data }).await
+        self.send(PushMessage::Write(chunk)).await
     }
 
     /// Ends the push and verifies what has arrived.
@@ -118,7 +117,12 @@ fn receive(
     engine: &EngineHandle,
     activity: &Activity,
 ) -> Result<VerifiedPush> {
-    let write_part = |tensors: Option<Tensors>| tensors.map_or(Ok(()), |part| write_part(part, ticket.id, engine));
+    // Has the engine write tensors in place, and waits, so that only one part is on its way at a time.
+    let write_part = |tensors: Tensors| {
+        let (reply, answer) = reply_channel();
+        engine.send_blocking(Command::WritePart { update: ticket.id, tensors: Arc::new(tensors), reply })?;
+        answer.blocking_recv().map_err(|_| engine_gone())?
+    };
     let mut push = {
         let _busy = activity.busy();
         push.receive(ticket.mode)?
@@ -127,26 +131,19 @@ fn receive(
         let _busy = activity.busy();
         match message {
             PushMessage::Declare(tensors) => push.declare(tensors)?,
-            PushMessage::Write { tensor, offset, data } => write_part(push.write(tensor, offset, &data)?)?,
-            PushMessage::Finish => return finish(push, write_part),
+            PushMessage::Write(pb::Chunk { tensor, offset, data }) => {
+                push.write(tensor, offset, &data)?.map_or(Ok(()), write_part)?;
+            }
+            PushMessage::Finish => {
+                // The tensors of a push in place that come from files are read now, one after the other.
+                while let Some(tensors) = push.read_next()? {
+                    write_part(tensors)?;
+                }
+                return push.finish();
+            }
         }
     }
     Err(Error::Aborted("the stream broke before its commit".into()))
-}
-
-/// Reads the tensors of a push in place that come from files, one after the other, and ends the push.
-fn finish(mut push: ReceivingPush, write_part: impl Fn(Option<Tensors>) -> Result<()>) -> Result<VerifiedPush> {
-    while let Some(tensors) = push.read_next()? {
-        write_part(Some(tensors))?;
-    }
-    push.finish()
-}
-
-/// Has the engine write tensors in place, and waits, so that only one part is on its way at a time.
-fn write_part(tensors: Tensors, update: u64, engine: &EngineHandle) -> Result<()> {
-    let (reply, answer) = reply_channel();
-    engine.send_blocking(Command::WritePart { update, tensors: Arc::new(tensors), reply })?;
-    answer.blocking_recv().map_err(|_| engine_gone())?
 }
 
 fn failed(error: tokio::task::JoinError) -> Error {

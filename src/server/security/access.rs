@@ -50,6 +50,8 @@ pub(super) struct Tokens(Vec<TokenEntry>);
 struct TokenEntry {
     digest: [u8; 32],
     role: Role,
+    /// Number of its line.
+    line: usize,
 }
 
 impl Tokens {
@@ -60,21 +62,19 @@ impl Tokens {
     pub(super) fn parse(text: &[u8]) -> std::result::Result<Self, String> {
         let text = std::str::from_utf8(text).map_err(|_| "is not text in UTF-8".to_owned())?;
         let mut entries: Vec<TokenEntry> = Vec::new();
-        let mut lines: Vec<usize> = Vec::new();
         for (number, line) in (1..).zip(text.trim_start_matches('\u{feff}').lines()) {
             let line = line.trim();
             if line.is_empty() || line.starts_with('#') {
                 continue;
             }
-            let entry = TokenEntry::parse(line).map_err(|why| format!("line {number}: {why}"))?;
-            if let Some(first) = entries.iter().position(|known| known.digest == entry.digest) {
-                return Err(format!("line {number}: has the token of line {}; give each token once", lines[first]));
+            let entry = TokenEntry::parse(line, number).map_err(|why| format!("line {number}: {why}"))?;
+            if let Some(first) = entries.iter().find(|known| known.digest == entry.digest) {
+                return Err(format!("line {number}: has the token of line {}; give each token once", first.line));
             }
             if entries.len() == MAX_TOKENS {
                 return Err(format!("line {number}: is more than {MAX_TOKENS} tokens"));
             }
             entries.push(entry);
-            lines.push(number);
         }
         if entries.is_empty() {
             return Err("has no token; write a line `control TOKEN`".into());
@@ -97,7 +97,7 @@ impl Tokens {
 }
 
 impl TokenEntry {
-    fn parse(line: &str) -> std::result::Result<Self, String> {
+    fn parse(line: &str, number: usize) -> std::result::Result<Self, String> {
         let mut words = line.split_ascii_whitespace();
         let role = match words.next() {
             Some("generate") => Role::Generate,
@@ -118,7 +118,7 @@ impl TokenEntry {
         if !token.bytes().all(|byte| byte.is_ascii_graphic()) {
             return Err("the token has characters that no header can carry; use letters, digits and -._~+/=".into());
         }
-        Ok(Self { digest: digest(token.as_bytes()), role })
+        Ok(Self { digest: digest(token.as_bytes()), role, line: number })
     }
 }
 
@@ -135,7 +135,7 @@ fn owner(digest: &[u8; 32]) -> Owner {
 #[derive(Clone)]
 pub(in crate::server) struct Access {
     /// The tokens of the token file as it was read last; without a file every client may do everything.
-    tokens: Option<watch::Receiver<Arc<Tokens>>>,
+    pub(super) tokens: Option<watch::Receiver<Arc<Tokens>>>,
     warned: Arc<AtomicBool>,
 }
 
@@ -184,10 +184,7 @@ impl Access {
     }
 }
 
-/// The token of an `Authorization: Bearer TOKEN` header.
-///
-/// # Errors
-/// `Unauthenticated` if there is none, or more than one.
+/// The token of the `Authorization: Bearer TOKEN` header; `Unauthenticated` if there is none, or more than one.
 fn bearer(headers: &HeaderMap) -> Result<&[u8]> {
     let refused = |why: &str| Error::Unauthenticated(format!("{why}; send `authorization: Bearer TOKEN`"));
     let mut values = headers.get_all(AUTHORIZATION).iter();

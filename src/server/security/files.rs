@@ -2,6 +2,7 @@
 //! wrong, the error is logged and the old content stays in use.
 
 use std::convert::Infallible;
+use std::fmt;
 use std::fs::{File, Metadata};
 use std::io::Read as _;
 use std::os::unix::fs::MetadataExt as _;
@@ -24,13 +25,19 @@ const CHECK_INTERVAL: Duration = Duration::from_millis(500);
 /// A file that a flag names.
 #[derive(Clone, Debug)]
 pub(super) struct Named {
-    pub(super) flag: &'static str,
-    pub(super) path: PathBuf,
+    flag: &'static str,
+    path: PathBuf,
 }
 
 /// Which file a path leads to, and when it was last changed. Links are followed, so that a link that is turned to
 /// another file is a change.
 type Stamp = Option<[i64; 7]>;
+
+impl fmt::Display for Named {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{} {}", self.flag, self.path.display())
+    }
+}
 
 impl Named {
     pub(super) fn new(flag: &'static str, path: &Path) -> Self {
@@ -38,8 +45,8 @@ impl Named {
     }
 
     /// An error about this file.
-    pub(super) fn wrong(&self, why: &str) -> Error {
-        Error::Config(format!("{} {}: {why}", self.flag, self.path.display()))
+    pub(super) fn wrong(&self, why: impl fmt::Display) -> Error {
+        Error::Config(format!("{self}: {why}"))
     }
 
     /// The file's bytes.
@@ -47,7 +54,7 @@ impl Named {
     /// # Errors
     /// `Config` if it is not a file, cannot be read, or is too large.
     pub(super) fn read(&self) -> Result<Vec<u8>> {
-        let failed = |e: std::io::Error| self.wrong(&format!("cannot be read: {e}"));
+        let failed = |e: std::io::Error| self.wrong(format_args!("cannot be read: {e}"));
         // Checked first: opening a pipe would wait for its writer.
         if !self.path.metadata().map_err(failed)?.is_file() {
             return Err(self.wrong("is not a file"));
@@ -66,8 +73,7 @@ impl Named {
         if let Ok(mode) = self.path.metadata().map(|metadata| metadata.mode() & 0o777)
             && mode & OTHERS != 0
         {
-            let path = self.path.display();
-            tracing::warn!("{} {path}: others may open it (mode {mode:03o}); `chmod 600` it", self.flag);
+            tracing::warn!("{self}: others may open it (mode {mode:03o}); `chmod 600` it");
         }
     }
 
@@ -80,48 +86,40 @@ impl Named {
     }
 }
 
-/// A value made of files, which is made again when they change.
-pub(super) struct Reloaded<T> {
+/// Makes a value of files again, and puts it in place of the current one.
+type Replace = Box<dyn Fn(&[Named]) -> Result<()> + Send>;
+
+/// Files of which a value is made, which is made again when they change.
+pub(super) struct WatchedFiles {
     name: &'static str,
     files: Vec<Named>,
-    load: fn(&[Named]) -> Result<T>,
-    current: watch::Sender<Arc<T>>,
+    replace: Replace,
     /// The files when they were last read, whether or not that succeeded.
     read: Vec<Stamp>,
     /// The files at the last check, if they have changed since they were read.
     changed: Option<Vec<Stamp>>,
 }
 
-impl<T> Reloaded<T> {
-    /// Makes the value for the first time. `name` is for the log.
-    ///
-    /// # Errors
-    /// The errors of `load`.
-    pub(super) fn new(name: &'static str, files: Vec<Named>, load: fn(&[Named]) -> Result<T>) -> Result<Self> {
-        let read = stamps(&files);
-        let current = watch::Sender::new(Arc::new(load(&files)?));
-        Ok(Self { name, files, load, current, read, changed: None })
-    }
-
-    pub(super) fn subscribe(&self) -> watch::Receiver<Arc<T>> {
-        self.current.subscribe()
-    }
+/// Makes a value of `files`, and adds them to `watched`: the receiver gets each later value. `name` is for the log.
+pub(super) fn load<T: Send + Sync + 'static>(
+    watched: &mut Vec<WatchedFiles>,
+    name: &'static str,
+    files: Vec<Named>,
+    make: fn(&[Named]) -> Result<T>,
+) -> Result<watch::Receiver<Arc<T>>> {
+    let read = stamps(&files);
+    let (sender, current) = watch::channel(Arc::new(make(&files)?));
+    let replace = Box::new(move |files: &[Named]| make(files).map(|made| drop(sender.send_replace(Arc::new(made)))));
+    watched.push(WatchedFiles { name, files, replace, read, changed: None });
+    Ok(current)
 }
 
 fn stamps(files: &[Named]) -> Vec<Stamp> {
     files.iter().map(Named::stamp).collect()
 }
 
-/// A [`Reloaded`] value of any type.
-pub(super) trait Reload: Send {
+impl WatchedFiles {
     /// Makes the value again if the files have changed since they were read, and not since the last check.
-    fn check(&mut self);
-
-    /// Makes the value again, if the files are right.
-    fn reload(&mut self);
-}
-
-impl<T: Send + Sync> Reload for Reloaded<T> {
     fn check(&mut self) {
         let now = stamps(&self.files);
         if now == self.read {
@@ -133,15 +131,13 @@ impl<T: Send + Sync> Reload for Reloaded<T> {
         }
     }
 
+    /// Makes the value again, if the files are right.
     fn reload(&mut self) {
         // Before they are read, so that the next check finds a change in between.
         self.read = stamps(&self.files);
         self.changed = None;
-        match (self.load)(&self.files) {
-            Ok(made) => {
-                self.current.send_replace(Arc::new(made));
-                tracing::info!("{} read again", self.name);
-            }
+        match (self.replace)(&self.files) {
+            Ok(()) => tracing::info!("{} read again", self.name),
             Err(error) => tracing::error!("{} not changed: {error}", self.name),
         }
     }
@@ -151,9 +147,9 @@ impl<T: Send + Sync> Reload for Reloaded<T> {
 ///
 /// # Errors
 /// `Internal` if SIGHUP cannot be handled.
-pub(super) async fn watch(mut watched: Vec<Box<dyn Reload>>) -> Result<Infallible> {
-    let internal = |what: &str, e: &dyn std::fmt::Display| Error::Internal(format!("{what}: {e}"));
-    let mut hangups = signal(SignalKind::hangup()).map_err(|e| internal("cannot handle SIGHUP", &e))?;
+pub(super) async fn watch(mut watched: Vec<WatchedFiles>) -> Result<Infallible> {
+    let unhandled = |e| Error::Internal(format!("cannot handle SIGHUP: {e}"));
+    let mut hangups = signal(SignalKind::hangup()).map_err(unhandled)?;
     let mut checks = interval(CHECK_INTERVAL);
     checks.set_missed_tick_behavior(MissedTickBehavior::Delay);
     loop {
@@ -166,7 +162,7 @@ pub(super) async fn watch(mut watched: Vec<Box<dyn Reload>>) -> Result<Infallibl
             watched.iter_mut().for_each(|each| if asked { each.reload() } else { each.check() });
             watched
         });
-        watched = checked.await.map_err(|e| internal("checking files of secrets failed", &e))?;
+        watched = checked.await.map_err(|e| Error::Internal(format!("checking files of secrets failed: {e}")))?;
     }
 }
 
@@ -188,10 +184,10 @@ mod tests {
         std::fs::write(&other, "!").unwrap();
         std::os::unix::fs::symlink(&real, &link).unwrap();
         let files = vec![Named::new("--one", &link), Named::new("--other", &other)];
-        let mut watched = Reloaded::new("the files are", files, read_all).unwrap();
-        let current = watched.subscribe();
+        let mut watched = Vec::new();
+        let current = load(&mut watched, "the files are", files, read_all).unwrap();
         let now = || current.borrow().to_string();
-        let mut checks = |times| (0..times).for_each(|_| watched.check());
+        let mut checks = |times| (0..times).for_each(|_| watched[0].check());
         checks(2);
         assert_eq!(now(), "one!");
 

@@ -9,14 +9,15 @@ use std::path::PathBuf;
 use std::sync::Arc;
 
 pub(super) use access::{Access, Caller, Role};
-pub(super) use tls::{Protocol, Tls};
+pub(super) use tls::Tls;
 
+use rustls::ServerConfig;
 use tokio::sync::watch;
 
 use crate::error::{Error, Result};
 use access::Tokens;
-use files::{Named, Reload, Reloaded};
-use tls::{TlsConfigs, read_tls};
+use files::{Named, WatchedFiles};
+use tls::read_tls;
 
 /// How the server is protected.
 #[derive(Clone, Debug, Default)]
@@ -45,11 +46,9 @@ pub struct TlsFiles {
 /// The protection as it was read, and what reads it again.
 pub(super) struct Security {
     pub(super) access: Access,
-    tls: Option<watch::Receiver<Arc<TlsConfigs>>>,
-    has_tokens: bool,
+    tls: Option<watch::Receiver<Arc<ServerConfig>>>,
     insecure: bool,
-    /// The files that are read again when they change.
-    reloaded: Vec<Box<dyn Reload>>,
+    watched: Vec<WatchedFiles>,
 }
 
 impl Security {
@@ -58,25 +57,23 @@ impl Security {
     /// # Errors
     /// `Config` with the file and the reason.
     pub(super) fn load(config: &SecurityConfig) -> Result<Self> {
-        let mut reloaded: Vec<Box<dyn Reload>> = Vec::new();
+        let mut watched = Vec::new();
         let tls = config.tls.as_ref().map(|TlsFiles { cert, key, client_ca }| {
             let mut files = vec![Named::new("--tls-cert", cert), Named::new("--tls-key", key)];
             files.extend(client_ca.iter().map(|path| Named::new("--tls-client-ca", path)));
-            add(&mut reloaded, "the certificates are", files, read_tls)
+            files::load(&mut watched, "the certificates are", files, read_tls)
         });
         let tls = tls.transpose()?;
-        let tokens = config
-            .auth_token_file
-            .as_ref()
-            .map(|path| add(&mut reloaded, "the tokens are", vec![Named::new("--auth-token-file", path)], read_tokens));
+        let tokens = config.auth_token_file.as_ref().map(|path| {
+            files::load(&mut watched, "the tokens are", vec![Named::new("--auth-token-file", path)], read_tokens)
+        });
         let tokens = tokens.transpose()?;
-        let has_tokens = tokens.is_some();
-        Ok(Self { access: Access::new(tokens), tls, has_tokens, insecure: config.insecure, reloaded })
+        Ok(Self { access: Access::new(tokens), tls, insecure: config.insecure, watched })
     }
 
-    /// The TLS of the port that speaks `protocol`; None without a certificate.
-    pub(super) fn tls(&self, protocol: Protocol) -> Option<Tls> {
-        self.tls.clone().map(|configs| Tls::new(configs, protocol))
+    /// The TLS of the port that speaks `protocol`, `h2` or `http/1.1`; None without a certificate.
+    pub(super) fn tls(&self, protocol: &'static str) -> Option<Tls> {
+        self.tls.clone().map(|config| Tls { config, protocol })
     }
 
     /// Checks that the server may listen on an address, which the flag `host` has given.
@@ -87,7 +84,7 @@ impl Security {
         if address.to_canonical().is_loopback() {
             return Ok(());
         }
-        if self.has_tokens {
+        if self.access.tokens.is_some() {
             if self.tls.is_none() {
                 tracing::warn!("--host {host}: tokens and samples travel unencrypted; give --tls-cert and --tls-key");
             }
@@ -105,31 +102,18 @@ impl Security {
 
     /// Reads the files again as they change, for as long as the returned future is polled.
     pub(super) fn keep_current(&mut self) -> impl Future<Output = ()> + Send + use<> {
-        let reloaded = std::mem::take(&mut self.reloaded);
+        let watched = std::mem::take(&mut self.watched);
         async move {
-            if !reloaded.is_empty() {
-                let Err(error) = files::watch(reloaded).await;
+            if !watched.is_empty() {
+                let Err(error) = files::watch(watched).await;
                 tracing::error!("changes of tokens and certificates are not noticed any more: {error}");
             }
         }
     }
 }
 
-/// Loads a value from `files`, and adds it to those that are loaded again.
-fn add<T: Send + Sync + 'static>(
-    all: &mut Vec<Box<dyn Reload>>,
-    name: &'static str,
-    files: Vec<Named>,
-    load: fn(&[Named]) -> Result<T>,
-) -> Result<watch::Receiver<Arc<T>>> {
-    let value = Reloaded::new(name, files, load)?;
-    let current = value.subscribe();
-    all.push(Box::new(value));
-    Ok(current)
-}
-
 fn read_tokens(files: &[Named]) -> Result<Tokens> {
     let [file] = files else { unreachable!("there is one token file") };
     file.warn_if_open();
-    Tokens::parse(&file.read()?).map_err(|why| file.wrong(&why))
+    Tokens::parse(&file.read()?).map_err(|why| file.wrong(why))
 }

@@ -15,46 +15,25 @@ use x509_parser::prelude::{FromDer as _, X509Certificate};
 use super::files::Named;
 use crate::error::{Error, Result};
 
-/// The TLS of both ports, which differ in the protocol that they agree on.
-pub(super) struct TlsConfigs {
-    http2: Arc<ServerConfig>,
-    http1: Arc<ServerConfig>,
-}
-
-/// The protocol inside TLS.
-#[derive(Clone, Copy, Debug)]
-pub(in crate::server) enum Protocol {
-    Http2,
-    Http1,
-}
-
 /// The TLS of one port, with the certificates as they were read last. Cheap to clone.
 #[derive(Clone)]
 pub(in crate::server) struct Tls {
-    configs: watch::Receiver<Arc<TlsConfigs>>,
-    protocol: Protocol,
+    pub(super) config: watch::Receiver<Arc<ServerConfig>>,
+    /// The protocol inside TLS, which both sides must agree on: `h2` or `http/1.1`.
+    pub(super) protocol: &'static str,
 }
 
 impl Tls {
-    pub(super) fn new(configs: watch::Receiver<Arc<TlsConfigs>>, protocol: Protocol) -> Self {
-        Self { configs, protocol }
-    }
-
     /// Does the handshake of a new connection.
     pub(in crate::server) fn acceptor(&self) -> TlsAcceptor {
-        let configs = self.configs.borrow();
-        match self.protocol {
-            Protocol::Http2 => configs.http2.clone().into(),
-            Protocol::Http1 => configs.http1.clone().into(),
-        }
+        let mut config = ServerConfig::clone(&self.config.borrow());
+        config.alpn_protocols = vec![self.protocol.into()];
+        Arc::new(config).into()
     }
 }
 
 /// Reads certificate and key and, if there is a third file, the authorities of clients' certificates.
-///
-/// # Errors
-/// `Config` with the file and the reason.
-pub(super) fn read_tls(files: &[Named]) -> Result<TlsConfigs> {
+pub(super) fn read_tls(files: &[Named]) -> Result<ServerConfig> {
     let [cert_file, key_file, client_ca @ ..] = files else { unreachable!("there are a certificate and a key") };
     let chain = certificates(cert_file)?;
     warn_if_not_valid(cert_file, &chain[0]);
@@ -70,34 +49,26 @@ pub(super) fn read_tls(files: &[Named]) -> Result<TlsConfigs> {
         Some(file) => {
             let mut roots = RootCertStore::empty();
             for certificate in certificates(file)? {
-                roots
-                    .add(certificate)
-                    .map_err(|e| file.wrong(&format!("has a certificate that cannot be used: {e}")))?;
+                let unusable = |e| file.wrong(format_args!("has a certificate that cannot be used: {e}"));
+                roots.add(certificate).map_err(unusable)?;
             }
             let verifier = WebPkiClientVerifier::builder_with_provider(Arc::new(roots), provider).build();
-            builder.with_client_cert_verifier(verifier.map_err(|e| file.wrong(&e.to_string()))?)
+            builder.with_client_cert_verifier(verifier.map_err(|e| file.wrong(e))?)
         }
     };
     let mut config = builder.with_single_cert(chain, key).map_err(|error| match error {
-        rustls::Error::InconsistentKeys(_) => key_file.wrong(&format!(
-            "does not belong to the certificate in {} {}",
-            cert_file.flag,
-            cert_file.path.display()
-        )),
-        rustls::Error::InvalidCertificate(why) => {
-            cert_file.wrong(&format!("its first certificate is damaged: {why:?}"))
+        rustls::Error::InconsistentKeys(_) => {
+            key_file.wrong(format_args!("does not belong to the certificate in {cert_file}"))
         }
-        error => key_file.wrong(&format!("cannot be used: {error}")),
+        rustls::Error::InvalidCertificate(why) => {
+            cert_file.wrong(format_args!("its first certificate is damaged: {why:?}"))
+        }
+        error => key_file.wrong(format_args!("cannot be used: {error}")),
     })?;
     // Nothing is resumed: each connection is verified in whole, by the files as they are then. Connections live long.
     config.session_storage = Arc::new(NoServerSessionStorage {});
     config.send_tls13_tickets = 0;
-    let with = |protocol: &[u8]| {
-        let mut config = config.clone();
-        config.alpn_protocols = vec![protocol.to_vec()];
-        Arc::new(config)
-    };
-    Ok(TlsConfigs { http2: with(b"h2"), http1: with(b"http/1.1") })
+    Ok(config)
 }
 
 /// The certificates of a PEM file, at least one.
@@ -105,7 +76,7 @@ fn certificates(file: &Named) -> Result<Vec<CertificateDer<'static>>> {
     let bytes = file.read()?;
     let found: Vec<_> = CertificateDer::pem_slice_iter(&bytes)
         .collect::<std::result::Result<_, _>>()
-        .map_err(|e| file.wrong(&format!("is not PEM: {e}")))?;
+        .map_err(|e| file.wrong(format_args!("is not PEM: {e}")))?;
     if found.is_empty() {
         return Err(file.wrong("has no certificate in PEM"));
     }
@@ -123,16 +94,12 @@ fn validity(certificate: &[u8]) -> Option<(i64, i64)> {
 /// wrong, and the next certificate may be put in place while the server runs.
 fn warn_if_not_valid(file: &Named, certificate: &CertificateDer<'_>) {
     let now = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |since| since.as_secs() as i64);
-    let (flag, path) = (file.flag, file.path.display());
     match validity(certificate) {
         Some((_, last)) if last < now => {
-            tracing::warn!(
-                "{flag} {path}: the certificate has expired {} ago; clients will refuse it",
-                span(now - last)
-            );
+            tracing::warn!("{file}: the certificate has expired {} ago; clients will refuse it", span(now - last));
         }
         Some((first, _)) if first > now => {
-            tracing::warn!("{flag} {path}: the certificate becomes valid in {} only", span(first - now));
+            tracing::warn!("{file}: the certificate becomes valid in {} only", span(first - now));
         }
         _ => {}
     }

@@ -23,7 +23,6 @@ impl Packing {
         Self { packed: self.packed.or(before.packed), buffer_bytes: self.buffer_bytes.or(before.buffer_bytes) }
     }
 
-    /// Whether several tensors are broadcast at once.
     pub(super) fn is_packed(self) -> bool {
         self.packed.unwrap_or(false)
     }
@@ -47,17 +46,14 @@ pub(in crate::server) struct BroadcastTensors {
 /// # Errors
 /// `InvalidArgument` naming a tensor that cannot be broadcast.
 pub(super) fn broadcasts(tensors: &[TensorEntry], packing: Packing) -> Result<(Vec<Broadcast>, Vec<u64>)> {
-    let elements = |tensor: &TensorEntry| {
-        let elements = tensor.shape.iter().try_fold(1usize, |n, &d| n.checked_mul(d));
-        elements.filter(|&n| n > 0 && n.checked_mul(tensor.dtype.size()).is_some()).ok_or_else(|| {
-            let TensorEntry { name, shape, .. } = tensor;
+    let single = |&TensorEntry { ref name, ref shape, dtype, .. }| {
+        let count = shape.iter().try_fold(1usize, |n, &d| n.checked_mul(d));
+        let count = count.filter(|&n| n > 0 && n.checked_mul(dtype.size()).is_some()).ok_or_else(|| {
             Error::invalid("update_info.shapes", format!("tensor {name:?} of shape {shape:?} cannot be broadcast"))
-        })
+        })?;
+        Ok(Broadcast { count, dtype: Some(dtype) })
     };
-    let single: Vec<Broadcast> = tensors
-        .iter()
-        .map(|tensor| Ok(Broadcast { count: elements(tensor)?, dtype: Some(tensor.dtype) }))
-        .collect::<Result<_>>()?;
+    let single: Vec<Broadcast> = tensors.iter().map(single).collect::<Result<_>>()?;
     let bytes = single.iter().map(|broadcast| broadcast.bytes() as u64).collect();
     Ok((if packing.is_packed() { pack(&single, packing)? } else { single }, bytes))
 }
@@ -112,10 +108,7 @@ impl Cursor {
     }
 }
 
-/// The type that torch calls `name`.
-///
-/// # Errors
-/// `InvalidArgument` if no weight has such values.
+/// The type that torch calls `name`; `InvalidArgument` if no weight has such values.
 pub(in crate::server) fn dtype(name: &str) -> Result<Dtype> {
     match name {
         "float32" => Ok(Dtype::F32),

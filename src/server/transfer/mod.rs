@@ -44,50 +44,23 @@ pub(super) enum TransferCommand {
     Finish(Option<WeightVersion>),
 }
 
-/// A command, and the reply to it.
+/// A command, and the reply to its caller.
 type Call = (TransferCommand, TransferReply);
-
-/// Answers the caller of a command.
-struct TransferReply(oneshot::Sender<Result<()>>);
-
-impl TransferReply {
-    fn send(self, result: Result<()>) {
-        // Fails if the caller is gone.
-        let _ = self.0.send(result);
-    }
-
-    /// Returns once the caller is gone.
-    async fn closed(&mut self) {
-        self.0.closed().await;
-    }
-}
+type TransferReply = oneshot::Sender<Result<()>>;
 
 /// Sends commands to the task of the transfer session, which ends when all of these are gone.
 #[derive(Clone)]
 pub(super) struct Transfers {
     calls: mpsc::Sender<Call>,
-    groups: Groups,
-}
-
-/// How many groups were made: the number of the last one. A call that came before it is of a trainer that has left.
-#[derive(Clone, Default)]
-struct Groups(Arc<AtomicU64>);
-
-impl Groups {
-    fn last(&self) -> u64 {
-        self.0.load(Ordering::Relaxed)
-    }
-
-    fn add(&self) {
-        self.0.fetch_add(1, Ordering::Relaxed);
-    }
+    /// How many groups were made: the number of the last one. A call that came before it is of a trainer that has left.
+    groups: Arc<AtomicU64>,
 }
 
 impl Transfers {
     /// Starts the task.
     pub(super) fn start(server: &ServerState) -> Self {
         let (calls, commands) = mpsc::channel(QUEUE);
-        let groups = Groups::default();
+        let groups = Arc::new(AtomicU64::new(0));
         tokio::spawn(TransferSession::new(server.clone(), commands, groups.clone()).run());
         Self { calls, groups }
     }
@@ -99,14 +72,15 @@ impl Transfers {
     /// server ends.
     pub(super) async fn execute(&self, command: TransferCommand) -> Result<()> {
         let (reply, answer) = oneshot::channel();
-        self.calls.send((command, TransferReply(reply))).await.map_err(|_| engine_gone())?;
+        self.calls.send((command, reply)).await.map_err(|_| engine_gone())?;
         answer.await.map_err(|_| engine_gone())?
     }
 
     /// Registers a call that announces tensors before its body is read, because the trainer broadcasts them at the same
     /// time, whether the body is valid or not.
     pub(super) fn update_call(&self) -> UpdateCall {
-        UpdateCall { transfers: Some(self.clone()), group: self.groups.last(), runtime: Handle::current() }
+        let group = self.groups.load(Ordering::Relaxed);
+        UpdateCall { transfers: Some(self.clone()), group, runtime: Handle::current() }
     }
 }
 

@@ -1,6 +1,7 @@
 //! The task that has a trainer's group and the push that is open.
 
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
 
 use bytes::Bytes;
 use rollout_kernels::Broadcast;
@@ -9,8 +10,8 @@ use tokio::task::spawn_blocking;
 use tokio::time::timeout;
 
 use super::layout::{BroadcastTensors, Cursor, Packing, broadcasts};
-use super::{Call, Groups, TransferCommand, TransferReply};
-use crate::comm::{ByteSink, TrainerGroup, TrainerTimeout};
+use super::{Call, TransferCommand, TransferReply};
+use crate::comm::{ByteSink, RankRange, Rendezvous, TrainerGroup, TrainerTimeout};
 use crate::engine::UpdateSender;
 use crate::error::{Error, Result};
 use crate::observe::PushGuard;
@@ -36,7 +37,8 @@ struct JoinedGroup {
 pub(super) struct TransferSession {
     server: ServerState,
     calls: mpsc::Receiver<Call>,
-    groups: Groups,
+    /// How many groups were made; callers of `Transfers` read it.
+    groups: Arc<AtomicU64>,
     joined: Option<JoinedGroup>,
     /// Whether something is received that the trainer may not have broadcast to its end.
     is_receiving: bool,
@@ -54,7 +56,7 @@ impl Drop for EndOnDrop {
 }
 
 impl TransferSession {
-    pub(super) fn new(server: ServerState, calls: mpsc::Receiver<Call>, groups: Groups) -> Self {
+    pub(super) fn new(server: ServerState, calls: mpsc::Receiver<Call>, groups: Arc<AtomicU64>) -> Self {
         Self { server, calls, groups, joined: None, is_receiving: false, next: None }
     }
 
@@ -66,28 +68,28 @@ impl TransferSession {
                 next => next,
             };
             let Some((command, mut reply)) = call else { break };
-            match command {
-                command if self.is_late(&command) => reply.send(Err(no_update())),
+            let result = match command {
+                command if self.is_late(&command) => Err(no_update()),
+                TransferCommand::Begin(peer) => {
+                    self.push(peer, reply).await;
+                    continue;
+                }
                 TransferCommand::Join(meeting, places, packing) => {
                     self.leave().await;
-                    let join = move |context: &ServingContext, timeout: &TrainerTimeout| {
-                        context.trainers.join(&meeting, places, timeout)
-                    };
-                    let result = self.join(join, packing, &mut reply).await;
-                    reply.send(result);
+                    self.join(meeting, places, packing, &mut reply).await
                 }
                 TransferCommand::Leave | TransferCommand::Abandon(..) => {
                     self.leave().await;
-                    reply.send(Ok(()));
+                    Ok(())
                 }
-                TransferCommand::Begin(peer) => self.push(peer, reply).await,
                 TransferCommand::Receive(..) => {
                     // The tensors that the trainer broadcasts now are not received.
                     self.leave().await;
-                    reply.send(Err(no_update()));
+                    Err(no_update())
                 }
-                TransferCommand::Finish(_) => reply.send(Err(no_update())),
-            }
+                TransferCommand::Finish(_) => Err(no_update()),
+            };
+            answer(reply, result);
         }
         self.leave().await;
     }
@@ -95,25 +97,26 @@ impl TransferSession {
     /// Whether a command is of a call that came before the group was made: its trainer has left.
     fn is_late(&self, command: &TransferCommand) -> bool {
         use TransferCommand::{Abandon, Receive};
-        matches!(command, Receive(group, _) | Abandon(group, _) if *group != self.groups.last())
+        matches!(command, Receive(group, _) | Abandon(group, _) if *group != self.groups.load(Ordering::Relaxed))
     }
 
     async fn join(
         &mut self,
-        join: impl FnOnce(&ServingContext, &TrainerTimeout) -> Result<TrainerGroup> + Send + 'static,
+        meeting: Rendezvous,
+        places: RankRange,
         packing: Packing,
         reply: &mut TransferReply,
     ) -> Result<()> {
         let (context, _in_flight) = self.server.admit()?;
         let timeout = TrainerTimeout::new(context.update_idle);
         let _end = EndOnDrop(timeout.clone());
-        let joining = spawn_blocking(move || join(&context, &timeout));
+        let joining = spawn_blocking(move || context.trainers.join(&meeting, places, &timeout));
         let group = tokio::select! {
             group = joining => group.map_err(|e| Error::Internal(format!("joining a trainer failed: {e}")))??,
             () = reply.closed() => return Err(Error::Aborted("the trainer is gone".into())),
             error = self.server.ending() => return Err(error),
         };
-        self.groups.add();
+        self.groups.fetch_add(1, Ordering::Relaxed);
         self.joined = Some(JoinedGroup { group: Arc::new(group), packing, last: Vec::new() });
         Ok(())
     }
@@ -128,7 +131,7 @@ impl TransferSession {
     /// One push of `peer`, from the command that begins it to the one that ends it.
     async fn push(&mut self, peer: String, reply: TransferReply) {
         if self.joined.is_none() {
-            return reply.send(Err(no_group()));
+            return answer(reply, Err(no_group()));
         }
         let (server, mut reply) = (self.server.clone(), Some(reply));
         let (session, slot) = (&mut *self, &mut reply);
@@ -139,7 +142,7 @@ impl TransferSession {
             self.leave().await;
         }
         if let Some(reply) = reply {
-            reply.send(result.map(drop));
+            answer(reply, result.map(drop));
         }
     }
 
@@ -158,13 +161,13 @@ impl TransferSession {
         let (mut declared, mut last) = (0, Vec::new());
         loop {
             if let Some(reply) = reply.take() {
-                reply.send(Ok(()));
+                answer(reply, Ok(()));
             }
             activity.touch();
             let call = timeout(context.update_idle, self.calls.recv()).await.map_err(|_| silent(&context))?;
             let (command, caller) = call.ok_or_else(|| Error::Unavailable("the server is shutting down".into()))?;
             match command {
-                command if self.is_late(&command) => caller.send(Err(no_update())),
+                command if self.is_late(&command) => answer(caller, Err(no_update())),
                 TransferCommand::Receive(_, announced) => {
                     let reply = reply.insert(caller);
                     last = self.receive(&context, &mut push, declared, announced, reply).await?;
@@ -180,16 +183,15 @@ impl TransferSession {
                 }
                 TransferCommand::Begin(_) => {
                     let why = "a weight update is under way; POST /finish_weight_update first";
-                    caller.send(Err(Error::FailedPrecondition(why.into())));
+                    answer(caller, Err(Error::FailedPrecondition(why.into())));
                 }
-                command @ (TransferCommand::Join(..) | TransferCommand::Leave) => {
+                TransferCommand::Join(..) | TransferCommand::Leave | TransferCommand::Abandon(..) => {
+                    let why = match &command {
+                        TransferCommand::Abandon(_, why) => format!("/update_weights was refused: {why}"),
+                        _ => "the trainer has left, or another has come".into(),
+                    };
                     self.next = Some((command, caller));
-                    return Err(Error::Aborted("the trainer has left, or another has come".into()));
-                }
-                TransferCommand::Abandon(group, why) => {
-                    let error = Error::Aborted(format!("/update_weights was refused: {why}"));
-                    self.next = Some((TransferCommand::Abandon(group, why), caller));
-                    return Err(error);
+                    return Err(Error::Aborted(why));
                 }
             }
         }
@@ -207,62 +209,53 @@ impl TransferSession {
     ) -> Result<Vec<TensorEntry>> {
         self.is_receiving = true;
         let joined = self.joined.as_ref().ok_or_else(no_group)?;
-        let received = receive(context, push, declared, announced, joined, reply).await?;
+        let tensors = if announced.tensors.is_empty() { joined.last.clone() } else { announced.tensors };
+        if tensors.is_empty() {
+            return Err(Error::invalid("update_info.names", "is empty, and there are no names of before"));
+        }
+        let packing = announced.packing.or(joined.packing);
+        let (broadcasts, sizes) = broadcasts(&tensors, packing)?;
+        check_room(context, &broadcasts, packing, joined.packing)?;
+        let mut refused = push.declare(tensors.clone()).await;
+        let timeout = TrainerTimeout::new(context.update_idle);
+        let _end = EndOnDrop(timeout.clone());
+        let (sender, mut pieces) = mpsc::channel(PIECES);
+        let take: ByteSink = Box::new(move |piece| sender.blocking_send(Bytes::copy_from_slice(piece)).is_ok());
+        let group = joined.group.clone();
+        let receiving = spawn_blocking(move || group.receive(broadcasts, take, &timeout));
+        let mut cursor = Cursor::new(declared as u32, sizes);
+        let received = async {
+            while let (Ok(()), Some(mut piece)) = (&refused, pieces.recv().await) {
+                while let (Ok(()), Some(chunk)) = (&refused, cursor.split(&mut piece)) {
+                    refused = push.chunk(chunk).await;
+                }
+            }
+            drop(pieces);
+            receiving.await.map_err(|e| Error::Internal(format!("receiving from the trainer failed: {e}")))?
+        };
+        tokio::select! {
+            received = received => received?,
+            () = reply.closed() => return Err(Error::Aborted("the trainer is gone".into())),
+        }
+        // The trainer has broadcast them to the end, also if the push has rejected them.
         self.is_receiving = false;
-        received
+        refused.map(|()| tensors)
     }
 }
 
-/// Receives tensors of a push after the first `declared`. The inner result is that of the push; the outer one is an
-/// error if the trainer may still broadcast something of it.
-async fn receive(
-    context: &ServingContext,
-    push: &mut PushThread,
-    declared: usize,
-    announced: BroadcastTensors,
-    joined: &JoinedGroup,
-    reply: &mut TransferReply,
-) -> Result<Result<Vec<TensorEntry>>> {
-    let tensors = if announced.tensors.is_empty() { joined.last.clone() } else { announced.tensors };
-    if tensors.is_empty() {
-        return Err(Error::invalid("update_info.names", "is empty, and there are no names of before"));
-    }
-    let packing = announced.packing.or(joined.packing);
-    let (broadcasts, sizes) = broadcasts(&tensors, packing)?;
-    check_room(context, &broadcasts, packing, joined.packing)?;
-    let mut refused = push.declare(tensors.clone()).await;
-    let timeout = TrainerTimeout::new(context.update_idle);
-    let _end = EndOnDrop(timeout.clone());
-    let (sender, mut pieces) = mpsc::channel(PIECES);
-    let take: ByteSink = Box::new(move |piece| sender.blocking_send(Bytes::copy_from_slice(piece)).is_ok());
-    let group = joined.group.clone();
-    let receiving = spawn_blocking(move || group.receive(broadcasts, take, &timeout));
-    let mut cursor = Cursor::new(declared as u32, sizes);
-    let received = async {
-        while let (Ok(()), Some(mut piece)) = (&refused, pieces.recv().await) {
-            while let (Ok(()), Some(chunk)) = (&refused, cursor.split(&mut piece)) {
-                refused = push.chunk(chunk).await;
-            }
-        }
-        drop(pieces);
-        receiving.await.map_err(|e| Error::Internal(format!("receiving from the trainer failed: {e}")))?
-    };
-    tokio::select! {
-        received = received => received?,
-        () = reply.closed() => return Err(Error::Aborted("the trainer is gone".into())),
-    }
-    Ok(refused.map(|()| tensors))
+/// Answers the caller of a command, who may be gone.
+fn answer(reply: TransferReply, result: Result<()>) {
+    let _ = reply.send(result);
 }
 
 /// Checks that there is room for each of these broadcasts, which is set aside by what the group began with.
 fn check_room(context: &ServingContext, broadcasts: &[Broadcast], packing: Packing, begun: Packing) -> Result<()> {
-    let most = broadcast_bytes(context, begun);
+    let most = largest_broadcast(&context.parameters, begun.buffer());
     let Some(larger) = broadcasts.iter().find(|broadcast| broadcast.bytes() as u64 > most) else { return Ok(()) };
-    if packing.is_packed() && packing.buffer() > begun.buffer() {
+    let (asked, room) = (packing.buffer(), begun.buffer());
+    if packing.is_packed() && asked > room {
         let message = format!(
-            "{} is more than the {} of init_info, for which room is set aside; give it with init_info",
-            packing.buffer(),
-            begun.buffer()
+            "{asked} is more than the {room} of init_info, for which room is set aside; give it with init_info"
         );
         return Err(Error::invalid("update_info.packed_buffer_size_bytes", message));
     }
@@ -270,15 +263,11 @@ fn check_room(context: &ServingContext, broadcasts: &[Broadcast], packing: Packi
     Err(Error::invalid("update_info.shapes", message))
 }
 
-/// Most bytes that a trainer broadcasts at once.
-fn broadcast_bytes(context: &ServingContext, packing: Packing) -> u64 {
-    largest_broadcast(&context.parameters, packing.buffer())
-}
-
 /// The header of a push whose tensors are declared as they come. It takes the memory of one broadcast on each device,
 /// and on the host that of the pieces on their way from there.
 fn header(context: &ServingContext, packing: Packing) -> UpdateHeader {
-    let on_devices = (context.trainers.ranks() as u64).saturating_mul(broadcast_bytes(context, packing));
+    let largest = largest_broadcast(&context.parameters, packing.buffer());
+    let on_devices = (context.trainers.ranks() as u64).saturating_mul(largest);
     UpdateHeader {
         total_bytes: Some(most_announced(&context.parameters)),
         source: Source::Broadcast(TransitBytes { on_devices, on_host: PIECES_BYTES }),

@@ -14,8 +14,7 @@ use rollout_server::server::pb::rollout_client::RolloutClient;
 use rollout_server::server::pb::weights_client::WeightsClient;
 use rollout_server::server::pb::{self, generate_response::Event as Message};
 use rollout_server::server::{
-    Bound, Ended, ModelFacts, SecurityConfig, ServerConfig, ServerInfo, ServingContext, ShutdownHandle, serve,
-    shutdown_channel,
+    Bound, Ended, ModelFacts, SecurityConfig, ServerConfig, ServingContext, ShutdownHandle, serve, shutdown_channel,
 };
 use rollout_server::types::{FinishReason, TokenLogprobs};
 use rollout_server::weights::{Dtype, ParamSpec, Parameters, ShardRule};
@@ -45,9 +44,16 @@ pub fn config(port: u16) -> ServerConfig {
 /// The serving context of a model with vocabulary 100, context 32, token 99 as the end of a sequence, no tokenizer, and
 /// two parameters.
 pub fn context(engine: EngineHandle) -> ServingContext {
-    let model = ModelFacts { vocab_size: 100, max_model_len: 32, eos_token_ids: vec![99], encoder: None };
+    let model = ModelFacts {
+        names: vec!["fake".into()],
+        root: "fake".into(),
+        vocab_size: 100,
+        max_model_len: 32,
+        eos_token_ids: vec![99],
+        encoder: None,
+    };
     let info =
-        ServerInfo { served_names: vec!["fake".into()], dtype: "float32".into(), block_size: 16, ..Default::default() };
+        pb::GetInfoResponse { model: "fake".into(), dtype: "float32".into(), block_size: 16, ..Default::default() };
     let specs = vec![
         ParamSpec::new("model.norm.weight", vec![4], ShardRule::Replicated),
         ParamSpec::new("lm_head.weight", vec![6, 4], ShardRule::Rows),

@@ -13,5 +13,5 @@ fn generate(request: pb::GenerateRequest, model: &ModelFacts) -> Result<ValidReq
 
 /// A model with a vocabulary of 100 and a context of 8, in which token 99 ends a sequence.
 fn model() -> ModelFacts {
-    ModelFacts { vocab_size: 100, max_model_len: 8, eos_token_ids: vec![99], encoder: None }
+    ModelFacts { vocab_size: 100, max_model_len: 8, eos_token_ids: vec![99], ..Default::default() }
 }

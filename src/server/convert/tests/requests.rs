@@ -318,7 +318,7 @@ fn wrong_scores_are_refused() {
     check_score("sequences[1]", "is empty", |r| r.sequences[1].ids.clear());
     check_score("sequences[1]", "9 tokens are more than the context of 8", |r| r.sequences[1].ids.push(1));
     check_score("sequences[0].ids[0]", "100 is not below", |r| r.sequences[0].ids[0] = 100);
-    check_score("sequences", "65537 are more than 65536", |r| {
+    check_score("sequences", "65537 sequences are more than 65536", |r| {
         r.sequences = vec![pb::TokenIds { ids: vec![1] }; 65_537];
     });
     check_score("top_logprobs", "101", |r| r.top_logprobs = 101);

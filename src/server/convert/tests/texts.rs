@@ -23,7 +23,13 @@ fn model() -> ModelFacts {
 
 fn model_with(tokenizer: Tokenizer, template: Option<ChatTemplate>) -> ModelFacts {
     let encoder = PromptEncoder::new(Arc::new(tokenizer), template);
-    ModelFacts { vocab_size: 513, max_model_len: 16, eos_token_ids: vec![2], encoder: Some(Arc::new(encoder)) }
+    ModelFacts {
+        vocab_size: 513,
+        max_model_len: 16,
+        eos_token_ids: vec![2],
+        encoder: Some(Arc::new(encoder)),
+        ..Default::default()
+    }
 }
 
 fn text_request(prompt: &str, stop: &[&str]) -> pb::GenerateRequest {

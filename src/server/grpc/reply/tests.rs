@@ -10,7 +10,7 @@ use crate::server::convert::{generate, score};
 
 /// A model with a vocabulary of 100 and a context of 8, in which token 99 ends a sequence.
 fn model() -> ModelFacts {
-    ModelFacts { vocab_size: 100, max_model_len: 8, eos_token_ids: vec![99], encoder: None }
+    ModelFacts { vocab_size: 100, max_model_len: 8, eos_token_ids: vec![99], ..Default::default() }
 }
 
 fn token(token: u32) -> TokenLogprobs {

@@ -94,7 +94,7 @@ impl Feed {
             "started": started,
             "version": version,
             "phases": phases,
-            "model": info.model(),
+            "model": info.model,
             "architecture": info.architecture,
             "dtype": info.dtype,
             "device": info.device,

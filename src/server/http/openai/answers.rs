@@ -76,7 +76,7 @@ impl Report {
             return Err(Error::invalid("prompt_logprobs", "are not available in a stream; leave out one of the two"));
         }
         Ok(Self {
-            model: sampling.model.clone().filter(|name| !name.is_empty()).unwrap_or_else(|| info.model().to_owned()),
+            model: sampling.model.clone().filter(|name| !name.is_empty()).unwrap_or_else(|| info.model.clone()),
             // Two servers whose bits may differ have different ones.
             fingerprint: format!("rollout-server-{}-{}-{}", env!("CARGO_PKG_VERSION"), info.kernel, info.dtype),
             created: unix_seconds(),

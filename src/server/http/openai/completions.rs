@@ -109,7 +109,7 @@ fn message(
     let max_tokens = if drops_tokens { Some(1) } else { max_tokens };
     let prompt_logprobs = report.prompt_logprobs.is_some() || is_echo && logprobs.is_some();
     let top = report.top_logprobs(prompt_logprobs);
-    let message = sampling.into_message(prompts, max_tokens, top, &context.info)?;
+    let message = sampling.into_message(prompts, max_tokens, top, &context.model)?;
     let return_text = context.model.encoder.is_some();
     let options = CompletionOptions { report, is_echo, prompt_texts, drops_tokens };
     Ok((pb::GenerateRequest { prompt_logprobs, return_text, ..message }, options))

@@ -12,7 +12,7 @@ use utoipa::ToSchema;
 use super::structured::structured;
 use crate::error::{Error, Result};
 use crate::server::http::members;
-use crate::server::{ServerInfo, pb};
+use crate::server::{ModelFacts, pb};
 
 members! {
     /// How to sample, when to end, and the report. Members that would change these, and that this server does not have,
@@ -158,7 +158,7 @@ impl Sampling {
         self.stop.as_ref().map_or_else(Vec::new, |stop| stop.0.clone())
     }
 
-    /// The message that a gRPC client would send for `prompts`. `info` has the names of the policy, `top_logprobs` is
+    /// The message that a gRPC client would send for `prompts`. `model` has the names of the policy, `top_logprobs` is
     /// the number of most likely tokens that the reply needs.
     ///
     /// # Errors
@@ -169,7 +169,7 @@ impl Sampling {
         prompts: Vec<pb::Prompt>,
         max_tokens: Option<u32>,
         top_logprobs: u32,
-        info: &ServerInfo,
+        model: &ModelFacts,
     ) -> Result<pb::GenerateRequest> {
         if self.skip_special_tokens == Some(false) {
             let message = "false is not supported: the text never has special tokens; return_token_ids has them";
@@ -213,7 +213,7 @@ impl Sampling {
             prompt_logprobs: false,
             return_text: false,
             stream_tokens: self.stream.unwrap_or(false),
-            adapter: self.model.filter(|model| !info.is_policy(model)).unwrap_or_default(),
+            adapter: self.model.filter(|name| !model.is_policy(name)).unwrap_or_default(),
             if_weight_version: self.if_weight_version,
             min_weight_version: self.min_weight_version,
             time_limit_seconds: self.time_limit_seconds,

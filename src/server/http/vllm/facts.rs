@@ -82,7 +82,7 @@ pub(super) struct WorldSize {
 )]
 pub(super) async fn get_world_size(State(app): State<AppState>, query: Query) -> HttpResult<Json<WorldSize>> {
     query.flag("include_dp", true)?;
-    Ok(Json(WorldSize { world_size: app.server.context()?.info.tensor_parallel_size }))
+    Ok(Json(WorldSize { world_size: app.server.context()?.info.tensor_parallel_size as usize }))
 }
 
 #[derive(Serialize, ToSchema)]
@@ -120,12 +120,12 @@ fn config(context: &ServingContext) -> Value {
     let weight_transfer = context.trainers.library().map(|backend| json!({ "backend": backend }));
     json!({
         "model_config": {
-            "model": info.root,
+            "model": context.model.root,
             "dtype": format!("torch.{}", info.dtype),
             "logprobs_mode": "processed_logprobs",
             "max_logprobs": convert::MAX_TOP_LOGPROBS,
             "max_model_len": context.model.max_model_len,
-            "served_model_name": info.model(),
+            "served_model_name": info.model,
             "enable_sleep_mode": true,
         },
         "lora_config": lora,

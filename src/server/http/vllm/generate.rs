@@ -119,7 +119,7 @@ fn message(
     let return_text = !sampling.stop_strings().is_empty();
     let kind = Some(pb::prompt::Kind::Tokens(pb::TokenIds { ids }));
     let prompts = vec![pb::Prompt { kind, ..Default::default() }];
-    let message = sampling.into_message(prompts, Some(max_tokens), top, &context.info)?;
+    let message = sampling.into_message(prompts, Some(max_tokens), top, &context.model)?;
     Ok((pb::GenerateRequest { prompt_logprobs, return_text, ..message }, report))
 }
 

@@ -115,7 +115,7 @@ pub(super) async fn unload(State(app): State<AppState>, body: JsonBody<UnloadAda
 
 /// Checks a name and the server's configuration, before anything is read.
 fn check_name(context: &ServingContext, name: &str) -> HttpResult<()> {
-    if context.info.is_policy(name) {
+    if context.model.is_policy(name) {
         return Err(wrong(&format!("The lora adapter '{name}' conflicts with a served base model.")));
     }
     if context.info.max_adapters == 0 {
@@ -136,7 +136,7 @@ async fn make_room(context: &ServingContext, name: &str) -> HttpResult<()> {
     let adapters = ask(&context.engine, |reply| Command::ListAdapters { reply }).await?;
     let is_idle = |adapter: &AdapterStatus| adapter.leases == 0 && !adapter.retired;
     let is_replaced = |adapter: &AdapterStatus| is_idle(adapter) && adapter.name == name;
-    if adapters.len() < context.info.max_adapters || adapters.iter().any(is_replaced) {
+    if adapters.len() < context.info.max_adapters as usize || adapters.iter().any(is_replaced) {
         return Ok(());
     }
     let oldest = adapters.into_iter().filter(is_idle).min_by_key(|adapter| adapter.last_use);

@@ -95,7 +95,7 @@ fn message(
     let options = ChatOptions { role: prompt.role(), calling, has_short_ids, report };
     let context_tokens = u32::try_from(context.model.max_model_len).unwrap_or(u32::MAX);
     let max_tokens = body.max_completion_tokens.or(body.max_tokens).unwrap_or(context_tokens);
-    let mut message = sampling.into_message(vec![prompt.into_message()?], Some(max_tokens), top, &context.info)?;
+    let mut message = sampling.into_message(vec![prompt.into_message()?], Some(max_tokens), top, &context.model)?;
     if let Some(schema) = schema {
         let sampling = message.sampling.get_or_insert_default();
         let kind = Some(pb::structured_outputs::Kind::JsonSchema(schema));

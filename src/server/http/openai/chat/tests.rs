@@ -10,7 +10,7 @@ use crate::server::convert::tokens;
 use crate::server::http::request_body::{parse, parsed_bytes};
 use crate::server::http::tests::heap::peak_of;
 use crate::server::security::Caller;
-use crate::server::{ModelFacts, PromptEncoder, ServerInfo};
+use crate::server::{ModelFacts, PromptEncoder};
 use crate::text::{ChatTemplate, Tokenizer};
 
 /// `part` repeated to a list that is about a megabyte long.
@@ -66,7 +66,8 @@ fn a_chat_is_charged_at_its_peak() {
         let refusing = format!("{source}{{{{ raise_exception('no') }}}}");
         let template = ChatTemplate::new(refusing, BTreeMap::new()).expect("a template");
         let encoder = Some(Arc::new(PromptEncoder::new(tokenizer.clone(), Some(template))));
-        let model = ModelFacts { vocab_size: 513, max_model_len: 16, eos_token_ids: vec![2], encoder };
+        let model =
+            ModelFacts { vocab_size: 513, max_model_len: 16, eos_token_ids: vec![2], encoder, ..Default::default() };
         let messages_json = json!([{ "role": "user", "content": content }]).to_string();
         let chat = pb::Chat { messages_json, ..Default::default() };
         let prompt = pb::Prompt { kind: Some(pb::prompt::Kind::Chat(chat)), add_special_tokens: None, sampling: None };
@@ -83,7 +84,7 @@ fn a_chat_is_charged_at_its_peak() {
 fn a_time_limit_arrives_as_grpcs() {
     let limit = |body: &str| {
         let sampling = serde_json::from_str::<Sampling>(body).expect("a body");
-        sampling.into_message(Vec::new(), None, 0, &ServerInfo::default()).expect("valid").time_limit_seconds
+        sampling.into_message(Vec::new(), None, 0, &ModelFacts::default()).expect("valid").time_limit_seconds
     };
     assert_eq!(limit(r#"{"min_weight_version": 3, "time_limit_seconds": 0.5}"#), Some(0.5));
     assert_eq!((limit(r#"{"time_limit_seconds": null}"#), limit("{}")), (None, None));
