@@ -16,7 +16,7 @@ from rollout_client import Chat, SamplingParams, ServerProcess
 from serving import FIXTURES, SMALL_CACHE
 from vllm_answers import RECORDED, ask, assert_like_vllm, events, recorded, same_request
 
-MODEL = "llama"
+MODEL = str(FIXTURES / "llama")
 VOCABULARY = 512
 CHAT = "/v1/chat/completions"
 HELLO = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Say hi."}]

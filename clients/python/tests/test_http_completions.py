@@ -13,7 +13,7 @@ from rollout_client import SamplingParams, ServerProcess
 from serving import FIXTURES, REPOSITORY, SMALL_CACHE
 from vllm_answers import RECORDED, ask, assert_like_vllm, events, recorded, same_request
 
-MODEL = "llama"
+MODEL = str(FIXTURES / "llama")
 VOCABULARY = 512
 """Ids of the recorded prompts are taken modulo this, because the fixture's vocabulary is small."""
 

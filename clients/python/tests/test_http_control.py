@@ -7,7 +7,6 @@ import json
 import re
 import socket
 import threading
-import time
 import urllib.request
 
 import pytest
@@ -16,7 +15,7 @@ from rollout_client import FailedPrecondition, RolloutClient, ServerProcess
 from serving import FIXTURES, SMALL_CACHE, assert_idle, outputs, wait_for
 from vllm_answers import ask, assert_like_vllm, recorded, same_request
 
-MODEL = "llama-tied"
+MODEL = str(FIXTURES / "llama-tied")
 OURS_NAMES_IT = "our errors name the member or argument by its path, and have one type"
 ONE_TYPE = {"error.type": OURS_NAMES_IT}
 OTHER_NAME = ONE_TYPE | {"error.param": OURS_NAMES_IT}
@@ -219,23 +218,49 @@ def test_wait_lets_requests_finish_and_resume_calls_it_off(served):
     answers = []
     pause = threading.Thread(target=lambda: answers.append(served.post("/pause?mode=wait")))
     pause.start()
-    held = threading.Thread(target=lambda: answers.append(served.completion()))
-    time.sleep(0.05)
-    held.start()
     pause.join(60)
     assert join()[0].body["choices"][0]["finish_reason"] == "length"
     assert answers[0].body == {"status": "paused"} and served.client.status().lifecycle == "paused"
     served.done("/resume")
-    held.join(60)
-    assert answers[1].status == 200
     join = served.running()
     pause = threading.Thread(target=lambda: answers.append(served.post("/pause?mode=wait")))
     pause.start()
-    while not answers[2:]:
+    while not answers[1:]:
         served.done("/resume")
-    assert answers[2].status in (200, 409), answers[2]
+    assert answers[1].status in (200, 409), answers[1]
     served.done("/resume")
     assert all(len(choice["token_ids"]) == 900 for choice in join()[0].body["choices"])
+
+
+@pytest.mark.parametrize("mode", ["abort", "wait"])
+def test_new_requests_are_rejected_over_http_and_held_over_grpc(served, mode):
+    """As in vLLM since 0.33."""
+    served.done(f"/pause?mode={mode}")
+    for route, body in (
+        ("/v1/completions", {"prompt": [1, 2, 3], "max_tokens": 2}),
+        ("/v1/completions", {"prompt": [1, 2, 3], "max_tokens": 2, "stream": True}),
+        ("/inference/v1/generate", {"token_ids": [1, 2, 3], "sampling_params": {"max_tokens": 2}}),
+    ):
+        refused = served.post(route, body)
+        assert refused.status == 503 and "generation is paused" in refused.body["error"]["message"], refused
+    held = []
+    thread = threading.Thread(target=lambda: held.append(served.client.generate([[1, 2, 3]], return_text=False)))
+    thread.start()
+    wait_for(served.client, lambda s: s.held_requests == 1, "held")
+    served.done("/resume")
+    thread.join(60)
+    assert len(held) == 1 and served.completion().status == 200
+
+
+def test_a_pause_that_waits_rejects_new_requests(served):
+    join = served.running()
+    pause = threading.Thread(target=lambda: served.post("/pause?mode=wait"))
+    pause.start()
+    while (refused := served.completion()).status == 200:
+        pass
+    assert refused.status == 503, refused
+    pause.join(60)
+    assert join()[0].body["choices"][0]["finish_reason"] == "length"
 
 
 def test_requests_are_aborted_by_name_or_all(served):
@@ -247,7 +272,7 @@ def test_requests_are_aborted_by_name_or_all(served):
     assert served.done("/abort_requests", {"request_ids": None})["aborted"] == 1
     assert [answer.body["choices"][0]["finish_reason"] for answer in join()] == ["abort"] * 3
     # Held requests end too. Nothing was computed for them, so their answer is an error.
-    served.done("/pause")
+    served.done("/pause?mode=keep")
     held = threading.Thread(target=lambda: answers.append(served.completion()))
     answers = []
     held.start()

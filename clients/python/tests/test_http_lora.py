@@ -16,7 +16,7 @@ from rollout_client import RolloutClient, SamplingParams, ServerProcess
 from serving import PUSH_MODEL, SMALL_CACHE, assert_idle, held, wait_for
 from vllm_answers import Answer, ask, assert_like_vllm, recorded
 
-MODEL = PUSH_MODEL.name
+MODEL = str(PUSH_MODEL)
 OURS_NAMES_IT = "our errors name the member by its path, and have one type"
 OTHER_NAME = {"error.type": OURS_NAMES_IT, "error.param": OURS_NAMES_IT}
 PLAIN = {"content_type": "text/plain; charset=utf-8"}
@@ -202,14 +202,48 @@ def test_an_unload_answers_while_its_adapter_is_in_use(served):
     assert answers[0].status == 200 and len(answers[0].body["choices"][0]["token_ids"]) == 900
 
 
-def test_slots_are_counted_and_named(served):
+def test_a_load_beyond_the_slots_replaces_the_least_recently_used_adapter(served):
     for name in ("a", "b", "c"):
         assert served.load(name, served.root / "one").status == 200
+    assert served.completion("a").status == 200
+    assert served.load("c", served.root / "two", load_inplace=True).status == 200
+    assert served.load("d", served.root / "one").status == 200
+    assert served.models() == [MODEL, "a", "c", "d"], "b was used least recently"
+    gone = served.completion("b")
+    assert gone.status == 404 and "`b` does not exist" in gone.body["error"]["message"], gone
+    assert all(f"`{name}`" in gone.body["error"]["message"] for name in (MODEL, "a", "c", "d")), gone
+
+
+def test_adapters_in_use_are_never_replaced(served):
+    for name in ("a", "b", "c"):
+        assert served.load(name, served.root / "one").status == 200
+    requests = [threading.Thread(target=served.completion, args=(name,), kwargs={"max_tokens": 900}) for name in "abc"]
+    served.post("/pause?mode=keep")
+    for request in requests:
+        request.start()
+    wait_for(served.client, lambda s: s.held_requests == 3, "held")
+    served.post("/resume")
+    wait_for(served.client, lambda s: s.running_requests == 3, "running")
+    served.post("/pause?mode=keep")
     refused = served.load("d", served.root / "one")
     assert refused.status == 429 and "--max-adapters 3" in refused.body["error"]["message"], refused
-    assert served.load("c", served.root / "two", load_inplace=True).status == 200
-    assert served.unload("a").status == 200
+    served.post("/abort_requests", {})
+    for request in requests:
+        request.join(60)
+    served.post("/resume")
     assert served.load("d", served.root / "one").status == 200
+
+
+def test_an_adapter_is_listed_with_its_directory(served):
+    assert served.load("a", served.root / "one").status == 200
+    listed = ask(served.address, "GET", "/v1/models").body["data"]
+    assert [(model["id"], model["root"], model["parent"]) for model in listed] == [
+        (MODEL, MODEL, None), ("a", str(served.root / "one"), MODEL)
+    ]  # fmt: skip
+    for model in listed:
+        assert ask(served.address, "GET", f"/v1/models/{model['id'].lstrip('/')}").body == model
+    missing = ask(served.address, "GET", "/v1/models/gpt-4")
+    assert missing.status == 404 and MODEL in missing.body["error"]["message"]
 
 
 def test_a_server_without_slots_or_directory_says_what_is_missing(binary):
