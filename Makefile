@@ -68,7 +68,7 @@ server: check-cargo ## build the server
 	$(CARGO) build --release --bin rollout-server
 
 demo: setup server $(SMOLLM2) ## samples from a real model, a pushed adapter, sleep and wake
-	@$(BIN)/python clients/python/examples/demo.py --server $(SERVER) --model $(SMOLLM2)
+	@$(BIN)/python -m rollout_client.demo --server $(SERVER) --model $(SMOLLM2)
 
 train: $(TRAINERS)/.installed server ## GRPO on a tiny model, or on MODEL=smollm2: a picture of what it learns (installs torch into .venv-trainers)
 	@$(MAKE) --no-print-directory $(TRAINED)/model.safetensors
