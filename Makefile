@@ -18,6 +18,10 @@ API_MODULES := rollout_client rollout_client.types rollout_client.options rollou
 PYTHON_SOURCES := clients benches tests docker examples scripts
 # What needs torch: real trainers in tests, and what makes the fixtures anew. Several GB.
 TRAINERS := .venv-trainers
+# What builds the wheels: maturin, and zig, which links for an older glibc than this machine's.
+WHEEL_TOOLS := .venv-wheel
+WHEELS := target/wheels
+WHEEL_TESTS := clients/python/tests/wheels
 TRAINER_TESTS := clients/python/tests/trainers
 # Trainers that pin other versions of what the rest uses: each has .venv-NAME, with its own pins.
 INTEGRATIONS := clients/python/tests/integrations
@@ -67,8 +71,15 @@ server: check-cargo ## build the server
 	$(call say,Building the server (the first time about ten minutes on two cores))
 	$(CARGO) build --release --bin rollout-server
 
+wheel: $(WHEEL_TOOLS)/.installed check-cargo ## the packages that pip installs, server and client, in target/wheels (compiles everything once more)
+	$(call say,Building the wheels: $(WHEELS))
+	@rm -rf $(WHEELS)
+	$(WHEEL_TOOLS)/bin/python -m build --outdir $(WHEELS) clients/python
+	cd packaging/server && PATH="$(abspath $(WHEEL_TOOLS))/bin:$$PATH" CARGO_TARGET_DIR=$(abspath target) \
+		maturin build --sdist --zig --compatibility manylinux_2_28 --out $(abspath $(WHEELS))
+
 demo: setup server $(SMOLLM2) ## samples from a real model, a pushed adapter, sleep and wake
-	@$(BIN)/python clients/python/examples/demo.py --server $(SERVER) --model $(SMOLLM2)
+	@$(BIN)/python -m rollout_client.demo --server $(SERVER) --model $(SMOLLM2)
 
 train: $(TRAINERS)/.installed server ## GRPO on a tiny model, or on MODEL=smollm2: a picture of what it learns (installs torch into .venv-trainers)
 	@$(MAKE) --no-print-directory $(TRAINED)/model.safetensors
@@ -94,6 +105,10 @@ test-integrations: $(INTEGRATED:%=.venv-%/.installed) server ## ms-swift and ver
 		printf '\033[1m==> %s against the server\033[0m\n' $$name; \
 		.venv-$$name/bin/python -m pytest -p no:asyncio $(INTEGRATIONS)/$$name --server $(SERVER) || exit 1; \
 	done
+
+test-wheel: setup wheel ## install the wheels into an environment without a compiler, and run the demo there
+	$(call say,The wheels in an environment of their own)
+	$(BIN)/python -m pytest $(WHEEL_TESTS) --wheels $(WHEELS)
 
 cuda-toolkit: check-python
 	@scripts/cuda-toolkit.sh $(CUDA) >/dev/null

@@ -18,6 +18,13 @@ $(TRAINERS)/.installed: clients/python/pyproject.toml $(TRAINER_TESTS)/requireme
 .venv-%/.installed: clients/python/pyproject.toml $(INTEGRATIONS)/%/requirements.txt
 	$(call environment,Installing torch and $* into $(@D): several GB and some minutes,--requirement $(lastword $^))
 
+$(WHEEL_TOOLS)/.installed: packaging/requirements.txt
+	@scripts/check-tools.sh python
+	$(call say,Installing maturin and zig into $(@D))
+	$(PYTHON) -m venv $(@D)
+	$(@D)/bin/pip install --quiet --requirement $<
+	@touch $@
+
 $(SMOLLM2): | $(VENV)/.installed
 	$(call say,Getting SmolLM2-135M-Instruct (93 MB) into $(MODELS))
 	@rm -rf $(MODELS)/download && mkdir -p $(MODELS)/download

@@ -4,16 +4,11 @@
 from __future__ import annotations
 
 import argparse
-import sys
 import threading
-from pathlib import Path
 
 from browsers import chromium
 from rollout_client import RolloutError, SamplingParams, ServerProcess
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))
-
-from demo import random_adapter
+from rollout_client.demo import random_adapter
 
 PROMPTS = [f"Tell me a story about a lighthouse and {what}." for what in ("a storm", "a whale", "a letter", "a cat")]
 SAMPLING = SamplingParams(max_tokens=120, seed=7, ignore_eos=True)

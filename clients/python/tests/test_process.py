@@ -9,6 +9,7 @@ import select
 import signal
 import subprocess
 import sys
+import sysconfig
 import threading
 
 import pytest
@@ -113,5 +114,35 @@ def test_a_server_outlives_the_thread_that_started_it(script):
 def test_a_binary_that_is_not_there_is_named(tmp_path, monkeypatch, name):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "not-executable").touch()
-    with pytest.raises(NotFound, match=f"no program {re.escape(repr(name))} on this machine"):
+    advice = "`pip install rollout-server` installs it, `make server` builds it"
+    with pytest.raises(NotFound, match=f"no program {re.escape(repr(name))} on this machine; {advice}"):
         ServerProcess(name, "m")
+
+
+@pytest.fixture
+def places(tmp_path, monkeypatch):
+    """Two empty folders: the scripts of this Python's environment, and the only one in `PATH`."""
+    scripts, in_path = tmp_path / "scripts", tmp_path / "path"
+    for folder in (scripts, in_path):
+        folder.mkdir()
+    get_path = sysconfig.get_path
+    monkeypatch.setattr(sysconfig, "get_path", lambda name: str(scripts) if name == "scripts" else get_path(name))
+    monkeypatch.setenv("PATH", str(in_path))
+    return scripts, in_path
+
+
+def test_without_a_binary_the_one_of_the_environment_comes_first_then_the_path(script, places):
+    with pytest.raises(NotFound, match="no program 'rollout-server' on this machine; `pip install rollout-server`"):
+        ServerProcess(model="m")
+    scripts, in_path = places
+    for folder, status in ((in_path, 5), (scripts, 6)):
+        script(f"exit {status}").rename(folder / "rollout-server")
+        server = ServerProcess(model="m", output=subprocess.DEVNULL)
+        assert server.process.wait(10) == status
+        server.stop()
+
+
+def test_a_server_needs_a_model():
+    for arguments in ((), ("model",)):
+        with pytest.raises(TypeError, match=r"needs a model; its first argument is the binary"):
+            ServerProcess(*arguments)

@@ -15,7 +15,7 @@ PACKAGE = REPOSITORY / "clients/python/src/rollout_client"
 MAX_FILE_LINES = 500
 # Modules and packages from the top layer down. Each may import only from layers further down, and its own package.
 LAYERS = [
-    ["cli", "ray", "swift", "trl", "verl"],
+    ["cli", "demo", "ray", "swift", "trl", "verl"],
     ["fleet", "replay"],
     ["__init__"],
     ["process"],

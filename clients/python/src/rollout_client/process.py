@@ -8,6 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
+import sysconfig
 import threading
 from collections.abc import Sequence
 from concurrent.futures import Future
@@ -18,6 +19,9 @@ from typing import IO, Any
 from ._tls import TlsInput
 from .client import RolloutClient
 from .errors import Misdirected, NotFound, RolloutError, Unavailable
+
+SERVER = "rollout-server"
+"""The server's command, which the wheel of this name installs."""
 
 STOP_SECONDS = 40.0
 """Time limit of a stop: the server's own grace period for running requests (30 s) and some more."""
@@ -35,9 +39,11 @@ class ServerProcess:
     """Starts a rollout-server on free ports of this machine and stops it with SIGTERM. A context manager.
 
     ```python
-    with ServerProcess("target/release/rollout-server", model="dir", flags=["--tp", "2"]) as server:
+    with ServerProcess(model="dir", flags=["--tp", "2"]) as server:
         server.client.generate(["Hello"])
     ```
+
+    The binary is the installed `rollout-server`, or `ServerProcess("target/release/rollout-server", "dir")` names one.
 
     On Linux the server never outlives this process: if this process is killed, or ends without `stop`, the kernel kills
     the server. Start a server from a shell if it must keep running.
@@ -45,8 +51,8 @@ class ServerProcess:
 
     def __init__(
         self,
-        binary: str | Path,
-        model: str | Path,
+        binary: str | Path | None = None,
+        model: str | Path | None = None,
         flags: list[str] | None = None,
         *,
         host: str = "127.0.0.1",
@@ -58,8 +64,8 @@ class ServerProcess:
         """Starts the process; `wait_until_ready` waits until it serves.
 
         Args:
-            binary: path of the server, or its name in `PATH`.
-            model: the value of `--model`.
+            binary: path of the server, or its name in `PATH`; None is the installed one, see `find_server`.
+            model: the value of `--model`; required.
             flags: further command line flags, without ports, which are chosen here.
             host: address to listen on.
             token, tls: of `client`, for a server whose `flags` require them.
@@ -68,16 +74,20 @@ class ServerProcess:
 
         Raises:
             NotFound: the program does not exist.
+            TypeError: there is no model.
         """
-        for program in (*prefix[:1], str(binary)):
+        if model is None:
+            raise TypeError("ServerProcess needs a model; its first argument is the binary: ServerProcess(model=…)")
+        for program in prefix[:1]:
             if shutil.which(program) is None:
-                raise NotFound(f"no program {program!r} on this machine; `make server` builds rollout-server")
+                raise NotFound(f"no program {program!r} on this machine")
+        binary = find_server(binary)
         port, http_port = free_port(host), free_port(host)
         self.address = f"{host}:{port}"
         self.http_address = f"{host}:{http_port}"
         """Where its HTTP routes are, unless `flags` say otherwise."""
         ports = ["--port", str(port), "--http-port", str(http_port)]
-        command = [*prefix, str(binary), "--model", str(model), "--host", host, *ports, *(flags or [])]
+        command = [*prefix, binary, "--model", str(model), "--host", host, *ports, *(flags or [])]
         self._stopped = threading.Event()
         # Before the process starts: if this raised, nothing could stop the process.
         self.client = RolloutClient(self.address, token=token, tls=tls)
@@ -160,6 +170,24 @@ def _start(command: list[str], output: IO[Any] | int, stopped: threading.Event) 
 
     threading.Thread(target=keep, name="rollout-server", daemon=True).start()
     return started.result()
+
+
+def find_server(binary: str | Path | None = None) -> str:
+    """The server's program: `binary`, or the one in this Python's environment, or the first in `PATH`.
+
+    Raises:
+        NotFound: it does not exist or is not executable.
+    """
+    if binary is not None:
+        found = str(binary) if shutil.which(binary) else None
+    else:
+        found = shutil.which(SERVER, path=sysconfig.get_path("scripts")) or shutil.which(SERVER)
+    if found is None:
+        name = SERVER if binary is None else str(binary)
+        raise NotFound(
+            f"no program {name!r} on this machine; `pip install {SERVER}` installs it, `make server` builds it"
+        )
+    return found
 
 
 def free_port(host: str = "127.0.0.1") -> int:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 import tempfile
 import threading
 import time
@@ -18,7 +17,7 @@ import ray.util
 
 from .._tls import TlsInput
 from ..errors import NotFound, RolloutError
-from ..process import ServerProcess
+from ..process import ServerProcess, find_server
 
 _FAILURE = 1
 """An exit status that Ray treats as a failure, so that it restarts the actor."""
@@ -30,7 +29,7 @@ RESTART_SECONDS = 5.0
 class Settings:
     """Arguments with which each replica starts its server."""
 
-    binary: str
+    binary: str | None
     model: str
     flags: tuple[str, ...]
     token: str
@@ -100,9 +99,10 @@ class ReplicaActor:
 
     def _start(self) -> ServerProcess:
         settings = self._settings
-        binary = shutil.which(settings.binary)
-        if binary is None:
-            raise NotFound(f"binary: no program {settings.binary!r} on node {ray.util.get_node_ip_address()}")
+        try:
+            binary = find_server(settings.binary)
+        except NotFound as error:
+            raise NotFound(f"binary: node {ray.util.get_node_ip_address()}: {error}") from None
         token_file = Path(self._directory.name) / "tokens"
         token_file.touch(mode=0o600)
         token_file.write_text(f"control {settings.token}\n")

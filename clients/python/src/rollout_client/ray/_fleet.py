@@ -74,7 +74,7 @@ class Fleet(AddressFleet):
 
     def __init__(
         self,
-        binary: str | Path,
+        binary: str | Path | None,
         model: str | Path,
         replicas: int = 2,
         flags: Sequence[str] = (),
@@ -97,7 +97,7 @@ class Fleet(AddressFleet):
         """Starts the actors; `wait_until_ready` waits for their servers.
 
         Args:
-            binary: the server's program, a path or a name in `PATH`, on every node.
+            binary: the server's program, a path or a name in `PATH`, on every node; None is the installed one.
             model: the value of `--model`, on every node.
             replicas: number of servers.
             flags: further flags of each server. The fleet sets host, ports and token file.
@@ -125,7 +125,8 @@ class Fleet(AddressFleet):
         self._start_seconds = start_seconds
         self.token = secrets.token_hex(32)
         """The token of all servers, for further clients."""
-        settings = Settings(str(binary), str(model), tuple(map(str, flags)), self.token, tls, start_seconds)
+        program = None if binary is None else str(binary)
+        settings = Settings(program, str(model), tuple(map(str, flags)), self.token, tls, start_seconds)
         self.actors: list[ActorHandle] = []
         """The actor of each replica, by number."""
         try:

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import os
-import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..errors import InvalidArgument
+from ..errors import InvalidArgument, NotFound
+from ..process import SERVER, find_server
 from . import NAME
 
-BINARY = "rollout-server"
 BINARY_VARIABLE = "ROLLOUT_SERVER_BINARY"
 START_SECONDS = 600.0
 """Default limit for a start: enough to read 100 GB from a disk at 200 MB/s."""
@@ -121,7 +120,7 @@ def command_line(flags: Mapping[str, Any]) -> list[str]:
 
 
 def find_binary(given: str | None) -> Path:
-    """The server's executable: `given`, or the one in the environment variable, or the first in `PATH`.
+    """The server's executable: `given`, or the one in the environment variable, or the installed one.
 
     Raises:
         InvalidArgument: it does not exist or is not executable.
@@ -132,14 +131,14 @@ def find_binary(given: str | None) -> Path:
             raise InvalidArgument(f"{where}: no executable at {path} on this machine")
         if path:
             return Path(path)
-    found = shutil.which(BINARY)
-    if found is None:
+    try:
+        return Path(find_server())
+    except NotFound:
         raise InvalidArgument(
-            f"no {BINARY} in PATH on this machine: build it (`make server`) and set +{OPTIONS}.binary=PATH or "
-            f"{BINARY_VARIABLE}=PATH, or list running servers in +{OPTIONS}.addresses (without the +, Hydra rejects "
-            "names that it does not know)"
-        )
-    return Path(found)
+            f"no {SERVER} in PATH on this machine: install it (`pip install {SERVER}`), or build it (`make server`) "
+            f"and set +{OPTIONS}.binary=PATH or {BINARY_VARIABLE}=PATH, or list running servers in "
+            f"+{OPTIONS}.addresses (without the +, Hydra rejects names that it does not know)"
+        ) from None
 
 
 def _options(config: Any) -> dict[str, Any]:

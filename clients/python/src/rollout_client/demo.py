@@ -1,7 +1,6 @@
-#!/usr/bin/env python3
 """A rollout-server from start to stop: groups of samples, a new policy pushed into it, its sleep, and the old policy.
 
-python clients/python/examples/demo.py --server target/release/rollout-server --model .models/….gguf
+python -m rollout_client.demo --model org/name
 """
 
 from __future__ import annotations
@@ -18,7 +17,8 @@ from typing import IO
 
 import numpy as np
 
-from rollout_client import (
+from . import (
+    NotFound,
     PromptOutput,
     PromptTokens,
     RolloutClient,
@@ -30,6 +30,7 @@ from rollout_client import (
     Summary,
     Unavailable,
 )
+from .process import find_server
 
 QUESTIONS = [
     "What is the capital of France, and what is it known for?",
@@ -67,7 +68,7 @@ def progress(text: str, milestone: bool = False) -> None:
 
 
 def printable(text: str) -> str:
-    """What a model says may hold control characters, which a terminal would obey."""
+    """`text` without control characters, which a model may say and a terminal would obey."""
     return "".join(c if c.isprintable() or c == "\n" else "\N{REPLACEMENT CHARACTER}" for c in text)
 
 
@@ -207,7 +208,7 @@ def push_policy(client: RolloutClient, before: Sample) -> Sample:
 
 
 def sleep_and_wake(client: RolloutClient) -> None:
-    """What a trainer on the same machine gets meanwhile."""
+    """Shows the memory that a trainer on the same machine gets meanwhile."""
     step("Sleeping, so that a trainer has the memory")
     before = client.status().memory.resident_bytes
     asleep = client.sleep(level=1)
@@ -248,18 +249,24 @@ def run(server: ServerProcess, log: IO[str]) -> None:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--server", default="target/release/rollout-server", help="the server's binary")
+    parser = argparse.ArgumentParser(
+        prog="python -m rollout_client.demo", description=(__doc__ or "").partition("\n")[0]
+    )
+    parser.add_argument("--server", help="the server's binary [default: the installed rollout-server]")
     parser.add_argument("--model", required=True, help="an instruction-tuned model, as the server's --model takes it")
     parser.add_argument("flags", nargs="*", help="further flags of the server, after --")
     args = parser.parse_args()
     flags = args.flags or ["--mem-util", "0.5"]
-    step(f"Starting {args.server} --model {args.model} {' '.join(flags)}")
+    try:
+        binary = find_server(args.server)
+    except NotFound as error:
+        sys.exit(f"demo failed: {error}")
+    step(f"Starting {binary} --model {args.model} {' '.join(flags)}")
     with tempfile.NamedTemporaryFile("w+", prefix="rollout-server-", suffix=".log") as written:
         try:
-            server = ServerProcess(args.server, args.model, flags, output=written)
+            server = ServerProcess(binary, args.model, flags, output=written)
         except OSError as error:
-            sys.exit(f"demo failed: cannot run {args.server}: {error.strerror}; `make server` builds it")
+            sys.exit(f"demo failed: cannot run {binary}: {error.strerror}")
         try:
             with open(written.name) as log:
                 run(server, log)
