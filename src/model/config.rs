@@ -63,8 +63,7 @@ const ARCHITECTURES: [(&str, Architecture); 4] = [
 ];
 
 /// Settings of related architectures that change the result. Where one is set, serving without it would be wrong.
-const UNSUPPORTED: [&str; 10] = [
-    "quantization_config",
+const UNSUPPORTED: [&str; 9] = [
     "num_experts",
     "num_local_experts",
     "attn_logit_softcapping",
@@ -270,6 +269,14 @@ fn architecture(config: &serde_json::Value) -> Result<(&str, Architecture)> {
 fn refuse_unsupported(config: &serde_json::Value, raw: &RawConfig, name: &str) -> Result<()> {
     if let Some(act) = raw.hidden_act.as_deref().filter(|act| *act != "silu") {
         return Err(bad(format!("config.json: hidden_act is {act}; {name} is supported with silu only")));
+    }
+    let quantization = &config["quantization_config"];
+    if !quantization.is_null() {
+        let method = quantization["quant_method"].as_str().unwrap_or("an unnamed method");
+        return Err(bad(format!(
+            "config.json: the weights are quantised with {method}, which is not supported; serve the unquantised \
+             checkpoint, or a GGUF file of the model, which is dequantised at the start"
+        )));
     }
     for key in UNSUPPORTED {
         let value = &config[key];

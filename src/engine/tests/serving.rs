@@ -340,7 +340,9 @@ fn the_end_of_grace_aborts_what_still_runs() {
     engine.steps(1);
     engine.handle.send(Command::Shutdown { grace: Duration::ZERO }).unwrap();
     // Sending fails once the engine has ended.
-    (0..2).for_each(|_| drop(engine.permits.send(())));
+    for _ in 0..2 {
+        let _ = engine.permits.send(());
+    }
     let done = completions(&drain(&running));
     assert_eq!(done[0].3, FinishReason::Aborted);
     engine.thread.join().unwrap().unwrap();

@@ -150,7 +150,7 @@ fn what_would_be_served_wrongly_is_refused_by_name() {
         (json!({"architectures": ["GPT2LMHeadModel"]}), supported),
         (json!({"architectures": null}), supported),
         (json!({"hidden_act": "gelu"}), "hidden_act is gelu"),
-        (json!({"quantization_config": {"quant_method": "gptq"}}), "quantization_config is set"),
+        (json!({"quantization_config": {"quant_method": "gptq"}}), "quantised with gptq, which is not supported"),
         (json!({"final_logit_softcapping": 30.0}), "final_logit_softcapping is set"),
         (json!({"rope_scaling": {"type": "yarn", "factor": 4.0}}), "rope scaling yarn is not supported"),
         (json!({"rope_parameters": {"rope_type": "longrope", "rope_theta": 1e4}}), "rope scaling longrope"),

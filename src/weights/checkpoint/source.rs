@@ -122,6 +122,9 @@ fn open_directory(dir: &Path) -> Result<ModelFiles> {
             Error::Config(format!("{} has no {file}; it is not a whole Hugging Face model directory", dir.display()))
         })
     };
+    if let (None, Some(adapter)) = (existing("config.json")?, existing("adapter_config.json")?) {
+        return Err(is_adapter(dir, &read_json(&adapter)?));
+    }
     Ok(ModelFiles {
         config: read_json(&required("config.json")?)?,
         generation_config: existing("generation_config.json")?.map(|path| read_json(&path)).transpose()?,
@@ -132,6 +135,15 @@ fn open_directory(dir: &Path) -> Result<ModelFiles> {
         },
         checkpoint: Checkpoint::Safetensors(SafetensorsCheckpoint::open(dir)?),
     })
+}
+
+/// The error for the directory of an adapter, with this `adapter_config.json`.
+fn is_adapter(dir: &Path, config: &Value) -> Error {
+    let (dir, base) = (dir.display(), config["base_model_name_or_path"].as_str().unwrap_or("its base model"));
+    Error::Config(format!(
+        "--model {dir}: is a LoRA adapter; serve {base} and push the adapter: `rollout push-lora {dir}` merges it, and \
+         with --max-adapters it can stay unmerged"
+    ))
 }
 
 fn read_json(path: &Path) -> Result<Value> {

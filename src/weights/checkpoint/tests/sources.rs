@@ -20,6 +20,14 @@ fn every_fixture_opens_with_all_its_files() {
 }
 
 #[test]
+fn an_adapter_given_as_a_model_is_called_one() {
+    let dir = tempfile::tempdir().unwrap();
+    std::fs::write(dir.path().join("adapter_config.json"), r#"{"base_model_name_or_path": "org/base"}"#).unwrap();
+    let error = ModelSource::Directory(dir.path().into()).open().unwrap_err().to_string();
+    assert!(error.contains("is a LoRA adapter; serve org/base and push the adapter"), "{error}");
+}
+
+#[test]
 fn names_are_told_from_paths() {
     let hub = |repo: &str, revision: &str| ModelSource::Hub { repo: repo.into(), revision: revision.into() };
     assert_eq!(ModelSource::parse("Qwen/Qwen2.5-0.5B").unwrap(), hub("Qwen/Qwen2.5-0.5B", "main"));
