@@ -214,6 +214,19 @@ pub struct Config {
     #[arg(long, help_heading = "Security", env = "ROLLOUT_AUTH_TOKEN_FILE", value_name = "FILE")]
     pub auth_token_file: Option<PathBuf>,
 
+    /// Accepted tokens with the role control, as vLLM's flag. Other users of the machine can read command lines: prefer
+    /// --auth-token-file.
+    #[arg(
+        long,
+        help_heading = "Security",
+        env = "ROLLOUT_API_KEY",
+        hide_env_values = true,
+        num_args = 1..,
+        value_name = "TOKEN",
+        conflicts_with = "auth_token_file"
+    )]
+    pub api_key: Vec<String>,
+
     /// Host name, without a port, that clients use for the HTTP port; repeatable. On 127.0.0.1, and whenever this is
     /// given, the server accepts only IP addresses, localhost, --host and these names.
     #[arg(long, help_heading = "Security", env = "ROLLOUT_ALLOW_HOST", value_delimiter = ',', value_parser = parse_host_name, value_name = "NAME")]

@@ -117,6 +117,7 @@ fn security(config: &Config) -> SecurityConfig {
     SecurityConfig {
         tls,
         auth_token_file: config.auth_token_file.clone(),
+        api_keys: config.api_key.clone(),
         insecure: config.insecure,
         allow_host: config.allow_host.clone(),
     }

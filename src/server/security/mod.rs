@@ -26,6 +26,8 @@ pub struct SecurityConfig {
     pub tls: Option<TlsFiles>,
     /// The file of tokens and their roles; without it every client may do everything.
     pub auth_token_file: Option<PathBuf>,
+    /// Tokens with the role control, in place of a file.
+    pub api_keys: Vec<String>,
     /// Whether to listen beyond this machine without tokens.
     pub insecure: bool,
     /// Host names by which clients may reach the HTTP port, beside IP addresses and localhost.
@@ -67,7 +69,10 @@ impl Security {
         let tokens = config.auth_token_file.as_ref().map(|path| {
             files::load(&mut watched, "the tokens are", vec![Named::new("--auth-token-file", path)], read_tokens)
         });
-        let tokens = tokens.transpose()?;
+        let tokens = match tokens.transpose()? {
+            None if !config.api_keys.is_empty() => Some(watch::channel(Arc::new(api_keys(&config.api_keys)?)).1),
+            tokens => tokens,
+        };
         Ok(Self { access: Access::new(tokens), tls, insecure: config.insecure, watched })
     }
 
@@ -110,6 +115,11 @@ impl Security {
             }
         }
     }
+}
+
+fn api_keys(keys: &[String]) -> Result<Tokens> {
+    let lines: String = keys.iter().map(|key| format!("control {key}\n")).collect();
+    Tokens::parse(lines.as_bytes()).map_err(|why| Error::Config(format!("--api-key: {why}")))
 }
 
 fn read_tokens(files: &[Named]) -> Result<Tokens> {
