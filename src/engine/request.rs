@@ -107,7 +107,8 @@ pub type Responder = Box<dyn FnMut(Event) + Send>;
 pub enum Event {
     /// One token of one sample, sent if `stream_tokens` is set. With `return_text`, `text` is the text that the token
     /// adds to the sample: complete characters that do not belong to a stop string and cannot become part of one.
-    Token { prompt_index: u32, sample_index: u32, logprobs: TokenLogprobs, text: Option<String> },
+    /// If `is_last`, the sample's end follows at once.
+    Token { prompt_index: u32, sample_index: u32, logprobs: TokenLogprobs, text: Option<String>, is_last: bool },
     /// The end of a streamed text, which was held back until the sample ended. It is sent just before the completion,
     /// and is not empty.
     Text { prompt_index: u32, sample_index: u32, text: String },

@@ -288,7 +288,8 @@ impl RequestState {
         if streams_tokens {
             let (prompt_index, sample_index) = (key.group.prompt_index, key.sample_index);
             let text = sample.text.as_mut().and_then(SampleText::next_piece);
-            (self.client.responder)(Event::Token { prompt_index, sample_index, logprobs: logprobs.clone(), text });
+            let (logprobs, is_last) = (logprobs.clone(), finish.is_some());
+            (self.client.responder)(Event::Token { prompt_index, sample_index, logprobs, text, is_last });
         }
         let grown = tokens_bytes(std::slice::from_ref(&logprobs)) + sample.text_bytes() - text_bytes;
         self.client.charge.grow_always((grown + grammar_bytes) as u64);

@@ -92,7 +92,7 @@ impl Writer for GenerateWriter {
             push(Message::Prompt(pb::PromptTokens { prompt_index, token_ids }));
         }
         match event {
-            Event::Token { prompt_index, sample_index, logprobs, text } => push(Message::Delta(pb::TokenDelta {
+            Event::Token { prompt_index, sample_index, logprobs, text, .. } => push(Message::Delta(pb::TokenDelta {
                 prompt_index,
                 sample_index,
                 token_ids: vec![logprobs.token],

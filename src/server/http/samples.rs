@@ -29,14 +29,17 @@ pub(super) type Outbox = VecDeque<Bytes>;
 pub(super) trait Samples: Send + Unpin + 'static {
     fn prompt_logprobs(&mut self, prompt: usize, logprobs: Vec<TokenLogprobs>) -> Result<()>;
 
-    /// Streams a token of a sample, with the text that it completes.
+    /// Streams a token of a sample that does not end with it, and the text that it completes.
     fn token(&mut self, index: (u32, u32), token: &TokenLogprobs, text: String, out: &mut Outbox) -> Result<()>;
 
-    /// Streams text that was held back until its sample had ended.
-    fn text(&mut self, index: (u32, u32), text: String, out: &mut Outbox);
-
-    /// Streams the end of a sample.
-    fn end_sample(&mut self, completion: &Completion, out: &mut Outbox);
+    /// Streams the end of a sample: its last token, unless it was aborted, and the rest of its text.
+    fn end_sample(
+        &mut self,
+        completion: &Completion,
+        last: Option<&TokenLogprobs>,
+        text: String,
+        out: &mut Outbox,
+    ) -> Result<()>;
 
     /// Keeps a finished sample for the answer.
     fn keep_sample(&mut self, completion: Completion) -> Result<()>;
@@ -65,6 +68,7 @@ pub(super) async fn sample<T, S: Samples, W: FnOnce(&ValidRequest, &Traffic) -> 
     let received = ReceivedRequest { message, takes_long, charge, deadline, owner: caller.owner, waits_for_resume };
     let writer = |request: &ValidRequest| SampleWriter {
         is_stream,
+        last: (None, String::new()),
         samples: writer(request, &context.traffic),
         charge: context.traffic.charge_always(0),
     };
@@ -87,6 +91,8 @@ pub(super) fn samples_per_prompt(request: &ValidRequest) -> usize {
 /// the events that they are made of.
 struct SampleWriter<S> {
     is_stream: bool,
+    /// The last token of a streamed sample, and its last text, until its end follows.
+    last: (Option<TokenLogprobs>, String),
     samples: S,
     charge: Charge,
 }
@@ -95,14 +101,20 @@ impl<S: Samples> SampleWriter<S> {
     fn take(&mut self, event: Event, out: &mut Outbox) -> Result<Option<Summary>> {
         let samples = &mut self.samples;
         match event {
-            Event::Token { prompt_index, sample_index, logprobs, text } => {
+            Event::Token { logprobs, text, is_last: true, .. } => {
+                self.last = (Some(logprobs), text.unwrap_or_default())
+            }
+            Event::Token { prompt_index, sample_index, logprobs, text, is_last: false } => {
                 samples.token((prompt_index, sample_index), &logprobs, text.unwrap_or_default(), out)?;
             }
-            Event::Text { prompt_index, sample_index, text } => samples.text((prompt_index, sample_index), text, out),
+            Event::Text { text, .. } => self.last.1.push_str(&text),
             Event::PromptLogprobs { prompt_index, logprobs, .. } => {
                 samples.prompt_logprobs(prompt_index as usize, logprobs)?;
             }
-            Event::Completion(completion) if self.is_stream => samples.end_sample(&completion, out),
+            Event::Completion(completion) if self.is_stream => {
+                let (last, text) = std::mem::take(&mut self.last);
+                samples.end_sample(&completion, last.as_ref(), text, out)?;
+            }
             Event::Completion(completion) => samples.keep_sample(completion)?,
             Event::Done(summary) => {
                 match self.is_stream {

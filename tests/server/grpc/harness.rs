@@ -154,7 +154,7 @@ pub fn token(id: u32) -> TokenLogprobs {
 }
 
 pub fn token_event(sample_index: u32, id: u32) -> Event {
-    Event::Token { prompt_index: 0, sample_index, logprobs: token(id), text: None }
+    Event::Token { prompt_index: 0, sample_index, logprobs: token(id), text: None, is_last: false }
 }
 
 pub fn completion_event(sample_index: u32, ids: &[u32], finish_reason: FinishReason) -> Event {

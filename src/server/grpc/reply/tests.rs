@@ -115,7 +115,7 @@ fn top_logprobs_come_only_if_asked() {
 
 #[test]
 fn a_token_is_a_delta() {
-    let event = Event::Token { prompt_index: 0, sample_index: 3, logprobs: token(7), text: None };
+    let event = Event::Token { prompt_index: 0, sample_index: 3, logprobs: token(7), text: None, is_last: false };
     let expected = pb::TokenDelta {
         prompt_index: 0,
         sample_index: 3,
@@ -133,7 +133,7 @@ fn a_token_is_a_delta() {
 #[test]
 fn text_comes_with_tokens_alone_and_with_the_completion() {
     let some = |text: &str| Some(text.to_owned());
-    let event = Event::Token { prompt_index: 0, sample_index: 3, logprobs: token(7), text: some("a") };
+    let event = Event::Token { prompt_index: 0, sample_index: 3, logprobs: token(7), text: some("a"), is_last: false };
     let got = messages(&request(0, false), event);
     assert!(
         matches!(&got[..], [Message::Delta(delta)] if delta.token_ids == [7] && delta.text == some("a")),

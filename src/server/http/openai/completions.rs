@@ -1,7 +1,5 @@
 //! `/v1/completions`: continues prompts of text or of token ids.
 
-use std::collections::VecDeque;
-
 use axum::extract::State;
 use axum::http::HeaderMap;
 use axum::response::Response;
@@ -19,7 +17,7 @@ use crate::engine::{Completion, Summary, ValidRequest};
 use crate::error::{Error, Result};
 use crate::memory::Traffic;
 use crate::server::http::{
-    AppState, FinishedSamples, HttpResult, JsonBody, Samples, json, members, sample, samples_per_prompt,
+    AppState, FinishedSamples, HttpResult, JsonBody, Outbox, Samples, json, members, sample, samples_per_prompt,
 };
 use crate::server::{ServingContext, pb};
 use crate::types::{Prompt, TokenId, TokenLogprobs};
@@ -269,10 +267,36 @@ impl CompletionWriter {
         }
     }
 
-    /// Sends one event of a stream.
-    fn send(&self, choice: Choice<'_>, out: &mut VecDeque<Bytes>) {
-        let is_last = choice.finish_reason.is_some();
+    /// Sends one event of a stream: `tokens` of the sample `at`, the text that they complete, and the members of `end`.
+    fn stream(
+        &mut self,
+        at: (u32, u32),
+        tokens: &[TokenLogprobs],
+        text: String,
+        end: Choice<'static>,
+        out: &mut Outbox,
+    ) -> Result<()> {
+        let (prompt, index) = (at.0 as usize, self.index(at));
+        self.chunks.tokens += tokens.len() as u64;
+        let is_first = self.streamed[index].is_none();
+        let held = self.hold_logprobs(prompt, tokens.len(), is_first)?;
+        let mut writer = self.streamed[index].take().unwrap_or_else(|| self.logprobs_writer());
+        let dropped = self.options.drops_tokens;
+        let (tokens, text) = if dropped { (&[][..], String::new()) } else { (tokens, text + &end.text) };
+        let shows_prompt = is_first && self.options.report.returns_ids;
+        let is_last = end.finish_reason.is_some();
+        let choice = Choice {
+            index,
+            text: if is_first { self.echo(prompt) + &text } else { text },
+            logprobs: self.logprobs(prompt, tokens, is_first, &mut writer),
+            prompt_token_ids: shows_prompt.then_some(&self.prompts[prompt].tokens[..]),
+            token_ids: self.ids(tokens),
+            ..end
+        };
         self.chunks.send(&self.options.report, choice, is_last, None, out);
+        self.streamed[index] = Some(writer);
+        self.kept.release(held);
+        Ok(())
     }
 }
 
@@ -290,35 +314,20 @@ impl Samples for CompletionWriter {
         Ok(())
     }
 
-    fn token(&mut self, at: (u32, u32), token: &TokenLogprobs, text: String, out: &mut VecDeque<Bytes>) -> Result<()> {
-        let (prompt, index) = (at.0 as usize, self.index(at));
-        self.chunks.tokens += 1;
-        let is_first = self.streamed[index].is_none();
-        let held = self.hold_logprobs(prompt, 1, is_first)?;
-        let mut writer = self.streamed[index].take().unwrap_or_else(|| self.logprobs_writer());
-        let token = std::slice::from_ref(token);
-        let (tokens, text) = if self.options.drops_tokens { (&[][..], "") } else { (token, text.as_str()) };
-        let shows_prompt = is_first && self.options.report.returns_ids;
-        let choice = Choice {
-            index,
-            text: if is_first { self.echo(prompt) + text } else { text.to_owned() },
-            logprobs: self.logprobs(prompt, tokens, is_first, &mut writer),
-            prompt_token_ids: shows_prompt.then_some(&self.prompts[prompt].tokens[..]),
-            token_ids: self.ids(tokens),
-            ..Choice::default()
-        };
-        self.send(choice, out);
-        self.streamed[index] = Some(writer);
-        self.kept.release(held);
-        Ok(())
+    fn token(&mut self, at: (u32, u32), token: &TokenLogprobs, text: String, out: &mut Outbox) -> Result<()> {
+        self.stream(at, std::slice::from_ref(token), text, Choice::default(), out)
     }
 
-    fn text(&mut self, at: (u32, u32), text: String, out: &mut VecDeque<Bytes>) {
-        self.send(Choice { index: self.index(at), text, token_ids: self.ids(&[]), ..Choice::default() }, out);
-    }
-
-    fn end_sample(&mut self, completion: &Completion, out: &mut VecDeque<Bytes>) {
-        self.send(self.ended(completion), out);
+    fn end_sample(
+        &mut self,
+        completion: &Completion,
+        last: Option<&TokenLogprobs>,
+        text: String,
+        out: &mut Outbox,
+    ) -> Result<()> {
+        let ended = self.ended(completion);
+        let at = (completion.prompt_index, completion.sample_index);
+        self.stream(at, last.map_or(&[], std::slice::from_ref), text, ended, out)
     }
 
     fn keep_sample(&mut self, completion: Completion) -> Result<()> {
@@ -344,7 +353,7 @@ impl Samples for CompletionWriter {
         self.kept.push(choice.index, &choice, held)
     }
 
-    fn end_stream(&mut self, summary: &Summary, out: &mut VecDeque<Bytes>) {
+    fn end_stream(&mut self, summary: &Summary, out: &mut Outbox) {
         self.chunks.end(&self.options.report, summary, out);
     }
 

@@ -258,6 +258,15 @@ impl InferenceWriter {
         }
     }
 
+    /// Sends one event of a stream: `tokens` and the other members of `sample`.
+    fn stream(&mut self, tokens: &[TokenLogprobs], sample: Sample, out: &mut Outbox) {
+        self.streamed_tokens += tokens.len() as u64;
+        let usage = Usage::new(self.prompt.tokens.len() as u64, self.streamed_tokens);
+        let usage = self.report.stream_options.continuous_usage_stats.then_some(usage);
+        let token_ids = tokens.iter().map(|token| token.token).collect();
+        self.send(&[Sample { token_ids, logprobs: self.logprobs(tokens), ..sample }], usage, out);
+    }
+
     /// Sends one event of a stream.
     fn send(&mut self, choices: &[Sample], usage: Option<Usage>, out: &mut Outbox) {
         let is_first = !std::mem::replace(&mut self.begun, true);
@@ -280,25 +289,21 @@ impl Samples for InferenceWriter {
     }
 
     fn token(&mut self, (_, sample): (u32, u32), token: &TokenLogprobs, _: String, out: &mut Outbox) -> Result<()> {
-        self.streamed_tokens += 1;
-        let usage = Usage::new(self.prompt.tokens.len() as u64, self.streamed_tokens);
-        let usage = self.report.stream_options.continuous_usage_stats.then_some(usage);
-        let choice = Sample {
-            index: sample as usize,
-            token_ids: vec![token.token],
-            logprobs: self.logprobs(std::slice::from_ref(token)),
-            ..Sample::default()
-        };
-        self.send(&[choice], usage, out);
+        self.stream(std::slice::from_ref(token), Sample { index: sample as usize, ..Sample::default() }, out);
         Ok(())
     }
 
     /// The text only shows which stop string has ended a sample.
-    fn text(&mut self, _: (u32, u32), _: String, _: &mut Outbox) {}
-
-    fn end_sample(&mut self, completion: &Completion, out: &mut Outbox) {
-        let choice = self.ended(completion);
-        self.send(&[choice], None, out);
+    fn end_sample(
+        &mut self,
+        completion: &Completion,
+        last: Option<&TokenLogprobs>,
+        _: String,
+        out: &mut Outbox,
+    ) -> Result<()> {
+        let ended = self.ended(completion);
+        self.stream(last.map_or(&[], std::slice::from_ref), ended, out);
+        Ok(())
     }
 
     fn keep_sample(&mut self, completion: Completion) -> Result<()> {

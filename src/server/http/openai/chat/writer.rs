@@ -1,7 +1,5 @@
 //! Makes the answers of `/v1/chat/completions` from the events of a request.
 
-use std::collections::VecDeque;
-
 use bytes::Bytes;
 use rand::distr::{Alphanumeric, SampleString as _};
 
@@ -11,10 +9,10 @@ use crate::engine::{Completion, Summary, ValidRequest};
 use crate::error::Result;
 use crate::memory::Traffic;
 use crate::server::http::openai::answers::{Chunks, PromptIds, Report, Usage, finish_reason};
-use crate::server::http::openai::logprobs::{ChatLogprobs, ChatLogprobsWriter, PromptLogprobs};
-use crate::server::http::{FinishedSamples, Samples, json, samples_per_prompt};
+use crate::server::http::openai::logprobs::{ChatLogprobsWriter, PromptLogprobs};
+use crate::server::http::{FinishedSamples, Outbox, Samples, json, samples_per_prompt};
 use crate::text::{Piece, ToolFormat, ToolParser};
-use crate::types::{Prompt, TokenId, TokenLogprobs};
+use crate::types::{Prompt, TokenLogprobs};
 
 /// Bytes that are kept for each sample until the answer is sent, besides the names of the tools.
 const SAMPLE: usize = 512;
@@ -119,7 +117,7 @@ impl ChatWriter {
     }
 
     /// Sends the first event of each sample, before all others.
-    fn begin(&mut self, out: &mut VecDeque<Bytes>) {
+    fn begin(&mut self, out: &mut Outbox) {
         if !self.streamed.is_empty() {
             return;
         }
@@ -170,27 +168,55 @@ impl ChatWriter {
         deltas
     }
 
-    /// Sends `deltas`, the first with the token's log-probabilities and id. A token that adds nothing to the message
-    /// yet has an event of its own only if these are reported.
-    fn send_deltas(
-        &self,
+    /// Streams `tokens` of a sample and the text that they complete, and its end if `completion` is given. The first
+    /// event has the log-probabilities and ids, the last one the end. Tokens that add nothing to the message yet have
+    /// an event of their own only if these are reported.
+    fn stream(
+        &mut self,
         index: usize,
-        deltas: Vec<MessageDelta<'static>>,
-        mut logprobs: Option<ChatLogprobs>,
-        mut ids: Option<Vec<TokenId>>,
-        out: &mut VecDeque<Bytes>,
-    ) {
-        let has_more = logprobs.is_some() || ids.is_some();
-        let nothing = (deltas.is_empty() && has_more).then(MessageDelta::default);
-        for delta in deltas.into_iter().chain(nothing) {
-            let (logprobs, ids) = (logprobs.take(), ids.take());
-            let token_ids = Some(ids.or_else(|| self.options.report.returns_ids.then(Vec::new)));
-            self.send(ChunkChoice { index, delta, logprobs, token_ids, ..ChunkChoice::default() }, None, out);
+        tokens: &[TokenLogprobs],
+        text: &str,
+        completion: Option<&Completion>,
+        out: &mut Outbox,
+    ) -> Result<()> {
+        self.begin(out);
+        self.chunks.tokens += tokens.len() as u64;
+        let held = self.kept.hold(self.options.report.logprobs_bytes(tokens.len()))?;
+        let mut deltas = self.deltas(index, text, completion.is_some());
+        let report = &self.options.report;
+        let Some(streamed) = self.streamed[index].as_mut() else { return Ok(()) };
+        let mut logprobs = None;
+        if !tokens.is_empty() {
+            logprobs = report.logprobs.map(|top| streamed.logprobs.write(tokens, report.mode, top));
         }
+        let mut ids = report.returns_ids.then(|| tokens.iter().map(|token| token.token).collect::<Vec<_>>());
+        let mut end = completion.map(|completion| ChunkChoice {
+            finish_reason: Some(self.ended(completion, self.calls(index) > 0)),
+            stop_reason: Some(self.options.report.stop_reason(completion)),
+            weight_versions: self.options.report.versions(completion),
+            ..ChunkChoice::default()
+        });
+        if deltas.is_empty() && (logprobs.is_some() || ids.is_some() || end.is_some()) {
+            deltas.push(MessageDelta::default());
+        }
+        let count = deltas.len();
+        for (i, delta) in deltas.into_iter().enumerate() {
+            let end = if i + 1 == count { end.take() } else { None };
+            let token_ids = Some(ids.as_mut().map(std::mem::take));
+            let choice = ChunkChoice { index, delta, logprobs: logprobs.take(), token_ids, ..end.unwrap_or_default() };
+            self.send(choice, None, out);
+        }
+        self.kept.release(held);
+        Ok(())
+    }
+
+    /// Number of calls that were found in a streamed sample.
+    fn calls(&self, index: usize) -> usize {
+        self.streamed[index].as_ref().map_or(0, |streamed| streamed.calls)
     }
 
     /// Sends one event of a stream.
-    fn send(&self, choice: ChunkChoice<'_>, prompt: Option<PromptIds<'_>>, out: &mut VecDeque<Bytes>) {
+    fn send(&self, choice: ChunkChoice<'_>, prompt: Option<PromptIds<'_>>, out: &mut Outbox) {
         let is_last = choice.finish_reason.is_some();
         self.chunks.send(&self.options.report, choice, is_last, prompt, out);
     }
@@ -203,52 +229,21 @@ impl Samples for ChatWriter {
         Ok(())
     }
 
-    fn token(&mut self, at: (u32, u32), token: &TokenLogprobs, text: String, out: &mut VecDeque<Bytes>) -> Result<()> {
-        self.begin(out);
-        self.chunks.tokens += 1;
-        let report = &self.options.report;
-        let (index, held) = (at.1 as usize, self.kept.hold(report.logprobs_bytes(1))?);
-        let Some(streamed) = self.streamed[index].as_mut() else { return Ok(()) };
-        let tokens = std::slice::from_ref(token);
-        let logprobs = report.logprobs.map(|top| streamed.logprobs.write(tokens, report.mode, top));
-        let ids = report.returns_ids.then(|| vec![token.token]);
-        let deltas = self.deltas(index, &text, false);
-        self.send_deltas(index, deltas, logprobs, ids, out);
-        self.kept.release(held);
-        Ok(())
+    fn token(&mut self, (_, sample): (u32, u32), token: &TokenLogprobs, text: String, out: &mut Outbox) -> Result<()> {
+        self.stream(sample as usize, std::slice::from_ref(token), &text, None, out)
     }
 
-    fn text(&mut self, (_, sample): (u32, u32), text: String, out: &mut VecDeque<Bytes>) {
-        self.begin(out);
-        let deltas = self.deltas(sample as usize, &text, false);
-        self.send_deltas(sample as usize, deltas, None, None, out);
-    }
-
-    fn end_sample(&mut self, completion: &Completion, out: &mut VecDeque<Bytes>) {
-        self.begin(out);
-        let index = completion.sample_index as usize;
-        let report = &self.options.report;
-        let stop_reason = report.stop_reason(completion);
-        let ending = report.ending(stop_reason.as_ref()).to_owned();
-        let delta = if self.options.calling == ToolCalling::Never {
-            MessageDelta::text(ending)
-        } else {
-            let deltas = self.deltas(index, &ending, true);
-            self.send_deltas(index, deltas, None, None, out);
-            MessageDelta::default()
-        };
-        let Some(streamed) = self.streamed[index].take() else { return };
-        let report = &self.options.report;
-        let choice = ChunkChoice {
-            index,
-            delta,
-            finish_reason: Some(self.ended(completion, streamed.calls > 0)),
-            stop_reason: Some(stop_reason),
-            token_ids: Some(report.returns_ids.then(Vec::new)),
-            weight_versions: report.versions(completion),
-            ..ChunkChoice::default()
-        };
-        self.send(choice, None, out);
+    fn end_sample(
+        &mut self,
+        completion: &Completion,
+        last: Option<&TokenLogprobs>,
+        text: String,
+        out: &mut Outbox,
+    ) -> Result<()> {
+        let stop_reason = self.options.report.stop_reason(completion);
+        let text = text + self.options.report.ending(stop_reason.as_ref());
+        let tokens = last.map_or(&[][..], std::slice::from_ref);
+        self.stream(completion.sample_index as usize, tokens, &text, Some(completion), out)
     }
 
     fn keep_sample(&mut self, completion: Completion) -> Result<()> {
@@ -279,7 +274,7 @@ impl Samples for ChatWriter {
         self.kept.push(choice.index, &choice, held)
     }
 
-    fn end_stream(&mut self, summary: &Summary, out: &mut VecDeque<Bytes>) {
+    fn end_stream(&mut self, summary: &Summary, out: &mut Outbox) {
         self.chunks.end(&self.options.report, summary, out);
     }
 
