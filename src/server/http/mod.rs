@@ -96,7 +96,10 @@ pub(super) fn router(server: &ServerState, access: &Access, hosts: AllowedHosts,
         let (schemas, paths, handlers) = describe(role, route);
         router.routes((schemas, paths, authenticated(handlers, role)))
     });
-    let (router, description) = described.split_for_parts();
+    let (router, mut description) = described.split_for_parts();
+    // `{*id}` is axum's spelling of a parameter that may have slashes.
+    let paths = std::mem::take(&mut description.paths.paths);
+    description.paths.paths = paths.into_iter().map(|(path, item)| (path.replace("{*", "{"), item)).collect();
     let description: Bytes = description.to_json().expect("it is made of strings and numbers").into();
     let openapi = || async move { ([(CONTENT_TYPE, "application/json")], description) };
     let app = AppState {
