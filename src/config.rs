@@ -413,6 +413,9 @@ impl Config {
         if !(self.mem_util > 0.0 && self.mem_util <= 1.0) {
             return fail("mem-util", &self.mem_util, "above 0 and at most 1");
         }
+        if self.port != 0 && self.http_port == Some(self.port) {
+            return fail("port", &self.port, "another one than --http-port: it is gRPC's, and HTTP's is --http-port");
+        }
         if !(1..=MAX_RANKS).contains(&self.tp) {
             return fail("tp", &self.tp, &format!("from 1 to {MAX_RANKS}"));
         }
@@ -537,6 +540,7 @@ mod tests {
         for (args, part) in [
             (&["--mem-util", "0"][..], "--mem-util 0: must be above 0"),
             (&["--mem-util", "NaN"], "--mem-util NaN"),
+            (&["--port", "8000"], "--port 8000: must be another one than --http-port: it is gRPC's"),
             (&["--tp", "0"], "--tp 0: must be from 1 to 64"),
             (&["--block-size", "0"], "--block-size 0"),
             (&["--max-model-len", "1"], "--max-model-len 1"),
