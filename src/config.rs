@@ -1,6 +1,6 @@
 //! The server's only configuration: command line and environment variables, checked once and passed on as structs.
 
-mod foreign;
+mod command_line;
 
 use std::path::{Path, PathBuf};
 
@@ -9,8 +9,9 @@ use clap::{CommandFactory as _, Parser, ValueEnum};
 use clap_complete::Shell;
 use rollout_kernels::{AllReduce, AttentionKernel, Backend};
 
+pub use command_line::CommandLine;
+
 use crate::error::{Error, Result};
-use foreign::Translated;
 
 /// The device of NVIDIA GPUs, which only builds with the feature `cuda` have.
 const CUDA: &str = "cuda";
@@ -272,34 +273,6 @@ pub struct Config {
     pub profile: bool,
 }
 
-/// The task of a command line.
-pub enum CommandLine {
-    /// Serve with these flags. Each note names a flag that was translated.
-    Serve { config: Box<Config>, notes: Vec<String> },
-    /// Print a script with which a shell completes the flags.
-    Completion(Shell),
-}
-
-impl CommandLine {
-    /// Parses the arguments behind the program's name. `--help`, `--version` and unknown flags end the process.
-    ///
-    /// # Errors
-    /// `Config` for a shell without completion, and for a flag of another server that asks for what this one does not
-    /// have.
-    pub fn parse(arguments: impl IntoIterator<Item = String>) -> Result<Self> {
-        let mut arguments = arguments.into_iter().peekable();
-        if arguments.next_if(|argument| argument == "completion").is_some() {
-            let shell = arguments.next().unwrap_or_default();
-            return Shell::from_str(&shell, true).map(Self::Completion).map_err(|_| {
-                Error::Config(format!("completion {shell:?}: must be bash, zsh, fish, elvish or powershell"))
-            });
-        }
-        let Translated { arguments, notes, .. } = foreign::translate(arguments)?;
-        let config = Config::parse_from(std::iter::once("rollout-server".into()).chain(arguments));
-        Ok(Self::Serve { config: Box::new(config), notes })
-    }
-}
-
 impl Config {
     /// The script with which `shell` completes the flags.
     pub fn completion(shell: Shell) -> Vec<u8> {
@@ -499,65 +472,4 @@ fn parse_bytes(text: &str) -> std::result::Result<u64, String> {
 }
 
 #[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn bytes_take_units() {
-        for (text, bytes) in [("2GiB", 2 << 30), ("1.5g", 3 << 29), ("500MB", 500_000_000), ("17", 17)] {
-            assert_eq!(parse_bytes(text), Ok(bytes), "{text}");
-        }
-        assert!(parse_bytes("3 parsecs").unwrap_err().contains("parsecs"));
-        assert!(parse_bytes("GiB").is_err());
-        assert!(parse_bytes("18446744073709551615").is_err() && parse_bytes("99999999999999GiB").is_err());
-    }
-
-    #[test]
-    fn host_names_have_no_scheme_and_no_port() {
-        let names = |value: &str| {
-            let line = ["rollout-server", "--model", "m", "--allow-host", value];
-            Config::try_parse_from(line).map(|config| config.allow_host)
-        };
-        assert_eq!(names("rollout.example,gpu-box").expect("two names"), ["rollout.example", "gpu-box"]);
-        for wrong in ["", "http://rollout.example", "rollout.example:8000", "*", "a b", "a,,b"] {
-            let error = names(wrong).expect_err("no name").to_string();
-            assert!(error.contains("--allow-host") && error.contains("is not a host name"), "{error}");
-        }
-    }
-
-    #[test]
-    fn flags_that_give_up_batch_invariance_are_known() {
-        let is_invariant = |flags: &[&str]| {
-            let line = ["rollout-server", "--model", "m"].iter().chain(flags);
-            Config::try_parse_from(line).unwrap().is_batch_invariant()
-        };
-        assert!(is_invariant(&[]) && is_invariant(&["--tp", "2"]) && is_invariant(&["--all-reduce", "nccl"]));
-        assert!(!is_invariant(&["--tp", "2", "--all-reduce", "nccl"]) && !is_invariant(&["--attention", "flash"]));
-    }
-
-    #[test]
-    fn a_bad_value_is_named_with_what_is_allowed() {
-        for (args, part) in [
-            (&["--mem-util", "0"][..], "--mem-util 0: must be above 0"),
-            (&["--mem-util", "NaN"], "--mem-util NaN"),
-            (&["--port", "8000"], "--port 8000: must be another one than --http-port: it is gRPC's"),
-            (&["--tp", "0"], "--tp 0: must be from 1 to 64"),
-            (&["--block-size", "0"], "--block-size 0"),
-            (&["--max-model-len", "1"], "--max-model-len 1"),
-            (&["--weights-dir", "/does/not/exist"], "--weights-dir /does/not/exist: must be an existing directory"),
-            (&["--update-idle-seconds", "0"], "--update-idle-seconds 0: must be from 1 to"),
-            (&["--update-idle-seconds", "18446744073709551615"], "--update-idle-seconds 18446744073709551615"),
-            (&["--tls-cert", "a.pem"], "--tls-cert a.pem: must be given together with --tls-key"),
-            (&["--tls-key", "a.pem"], "--tls-key a.pem: must be given together with --tls-cert"),
-            (&["--tls-client-ca", "a.pem"], "--tls-client-ca a.pem: must be given together with --tls-cert and"),
-            (&["--weights-dir", "/dev/null"], "--weights-dir /dev/null: must be an existing directory"),
-            (&["--max-queued-samples", "18446744073709551615"], "--max-queued-samples 18446744073709551615: must be"),
-            (&["--max-connections", "0"], "--max-connections 0: must be from 1 to 65536"),
-            (&["--shutdown-grace-seconds", "86401"], "--shutdown-grace-seconds 86401: must be at most 86400"),
-        ] {
-            let line = ["rollout-server", "--model", "m"].iter().chain(args);
-            let error = Config::try_parse_from(line).unwrap().check().unwrap_err().to_string();
-            assert!(error.contains(part), "{part:?} is missing in {error:?}");
-        }
-    }
-}
+mod tests;

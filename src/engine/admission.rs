@@ -34,8 +34,8 @@ impl Admission {
         self.held.len()
     }
 
-    /// Accepts a new request, holds it, or rejects it. No request is accepted if `holds_all`, and those that do not wait
-    /// for Resume are rejected if `is_closed`.
+    /// Accepts a new request, holds it, or rejects it. No request is accepted if `holds_all`. If `is_closed`, a request
+    /// that does not wait for Resume is rejected.
     pub fn receive<X: Executor>(
         &mut self,
         core: &mut EngineCore<X>,

@@ -94,8 +94,8 @@ impl ChatTemplate {
         source.map(|source| Self::new(source, special_tokens_of_config(&config))).transpose()
     }
 
-    /// Reads the template from the file `chat_template`, or takes it from the metadata of a GGUF file; `None` if there is
-    /// none.
+    /// Reads the template from the file `chat_template`, or takes it from the metadata of a GGUF file. `None` if there
+    /// is none.
     ///
     /// # Errors
     /// `Config` if the file cannot be read or the template cannot be compiled.

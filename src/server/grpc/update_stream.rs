@@ -4,7 +4,7 @@
 //! `test_500_pushes_that_never_end` in `clients/python/tests/test_memory_ceiling.py`.
 
 use std::pin::Pin;
-use std::sync::{Arc, Mutex};
+use std::sync::Arc;
 use std::time::Duration;
 
 use axum::body::Body;
@@ -14,6 +14,7 @@ use axum::response::Response;
 use bytes::{Buf, Bytes, BytesMut};
 use prost::Message as _;
 use prost::encoding::decode_varint;
+use sync_wrapper::SyncWrapper;
 use tokio_stream::{Stream, StreamExt as _};
 use tonic::Status;
 
@@ -38,13 +39,13 @@ const HEAD_BYTES: usize = 4 + 2 * 4 + 5 + 10;
 
 /// The body of an update, among its request's extensions, which threads share.
 #[derive(Clone)]
-struct UpdateBody(Arc<Mutex<Body>>);
+struct UpdateBody(Arc<SyncWrapper<Body>>);
 
 /// Sets the body of an update aside, where tonic's decoder does not see it.
 pub(super) async fn set_body_aside(mut request: Request, next: Next) -> Response {
     if request.uri().path() == "/rollout.v1.Weights/Update" {
         let body = std::mem::take(request.body_mut());
-        request.extensions_mut().insert(UpdateBody(Arc::new(Mutex::new(body))));
+        request.extensions_mut().insert(UpdateBody(Arc::new(SyncWrapper::new(body))));
     }
     next.run(request).await
 }
@@ -54,7 +55,7 @@ pub(super) async fn receive<T>(server: &ServerState, mut request: tonic::Request
     let deadline = deadline_of(&request);
     let peer = request.remote_addr().map_or_else(|| "an unknown address".into(), |peer| peer.to_string());
     let body = request.extensions_mut().remove::<UpdateBody>();
-    let body = body.and_then(|body| Arc::into_inner(body.0)?.into_inner().ok());
+    let body = body.and_then(|body| Arc::into_inner(body.0)).map(SyncWrapper::into_inner);
     let body = body.ok_or_else(|| Status::internal("the body of an update was not set aside"))?;
     let traffic = server.traffic().map_err(to_status)?;
     let receive = |context: Arc<ServingContext>, sender: UpdateSender, noted| async move {

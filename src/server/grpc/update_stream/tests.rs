@@ -363,7 +363,7 @@ async fn an_update_ends_at_its_deadline() {
     let (stage, server, _commands) = open();
     let body = Body::from_stream(tokio_stream::pending::<Frame>());
     let mut request = limited(());
-    request.extensions_mut().insert(UpdateBody(Arc::new(Mutex::new(body))));
+    request.extensions_mut().insert(UpdateBody(Arc::new(SyncWrapper::new(body))));
     let update = receive(&server, request);
     let status = tokio::time::timeout(Duration::from_secs(10), update).await.expect("ends").expect_err("no message");
     assert_eq!(status.code(), Code::DeadlineExceeded, "{status}");

@@ -1,18 +1,51 @@
-//! Command lines by other names: flags of vLLM 0.33 and SGLang 0.5, and a model without its flag. Each is replaced by
-//! our flag of the same meaning, accepted if it asks for what this server does anyway, or rejected with the reason.
+//! From arguments to a task. The model may be the first argument, and flags of vLLM 0.33 and SGLang 0.5 may have their
+//! names there: each is replaced by our flag of the same meaning, accepted if it asks for what this server does anyway,
+//! or rejected with the reason.
 
+use clap::{Parser as _, ValueEnum as _};
+use clap_complete::Shell;
+
+use super::Config;
 use crate::error::{Error, Result};
 
 use Arity::{Many, One, Switch};
 use Meaning::{Always, Only, Rejected, Same, Sets};
 
+/// The task of a command line.
+pub enum CommandLine {
+    /// Serve with these flags. Each note names a flag that was translated.
+    Serve { config: Box<Config>, notes: Vec<String> },
+    /// Print a script with which a shell completes the flags.
+    Completion(Shell),
+}
+
+impl CommandLine {
+    /// Parses the arguments behind the program's name. `--help`, `--version` and unknown flags end the process.
+    ///
+    /// # Errors
+    /// `Config` for a shell without completion, and for a flag of another server that asks for what this one does not
+    /// have.
+    pub fn parse(arguments: impl IntoIterator<Item = String>) -> Result<Self> {
+        let mut arguments = arguments.into_iter().peekable();
+        if arguments.next_if(|argument| argument == "completion").is_some() {
+            let shell = arguments.next().unwrap_or_default();
+            return Shell::from_str(&shell, true).map(Self::Completion).map_err(|_| {
+                Error::Config(format!("completion {shell:?}: must be bash, zsh, fish, elvish or powershell"))
+            });
+        }
+        let Translated { arguments, notes, .. } = translate(arguments)?;
+        let config = Config::parse_from(std::iter::once("rollout-server".into()).chain(arguments));
+        Ok(Self::Serve { config: Box::new(config), notes })
+    }
+}
+
 /// A command line in our flags.
 #[derive(Debug, Default, PartialEq)]
-pub struct Translated {
+struct Translated {
     /// The arguments behind the program's name.
-    pub arguments: Vec<String>,
+    arguments: Vec<String>,
     /// One line for each argument that was replaced or has no effect.
-    pub notes: Vec<String>,
+    notes: Vec<String>,
     /// Our flags that switches of others set, and their values.
     settings: Vec<(&'static str, &'static str)>,
 }
@@ -144,7 +177,7 @@ const FLAGS: &[(&[&str], Arity, Meaning)] = &[
 ///
 /// # Errors
 /// `Config` if a flag of vLLM or SGLang asks for what this server does not have.
-pub fn translate(arguments: impl IntoIterator<Item = String>) -> Result<Translated> {
+fn translate(arguments: impl IntoIterator<Item = String>) -> Result<Translated> {
     let mut arguments = arguments.into_iter().peekable();
     let mut translated = Translated::default();
     let is_value = |argument: &String| !argument.starts_with('-');
