@@ -103,19 +103,7 @@ pub fn start(config: &Config, observer: Observer, recorder: Recorder) -> Result<
         progress,
     };
     let executor = start_ranks(decoders, communicators, ingredients)?;
-    let scheduler = Scheduler::new(
-        SchedulerConfig {
-            max_num_seqs: config.max_num_seqs,
-            max_batch_tokens: config.max_batch_tokens,
-            max_model_len: layout.max_model_len,
-            max_queued_samples: config.max_queued_samples,
-            speculation: match config.speculation {
-                SpeculationChoice::Auto => Speculation::AUTO,
-                SpeculationChoice::Off => Speculation::OFF,
-            },
-        },
-        KvCacheManager::new(blocks, layout.block_size),
-    );
+    let scheduler = Scheduler::new(layout.scheduler(config), KvCacheManager::new(blocks, layout.block_size));
     let (sender, commands) = sync_channel(COMMAND_QUEUE);
     let setup = Setup {
         parameters: parameters.clone(),
@@ -219,6 +207,19 @@ impl Layout {
     fn build(&self, rank: usize) -> Build {
         let device = self.devices.of_rank(rank).clone();
         Build { device, partition: Partition::new(rank, self.world), weights: self.weights }
+    }
+
+    fn scheduler(&self, config: &Config) -> SchedulerConfig {
+        SchedulerConfig {
+            max_num_seqs: config.max_num_seqs,
+            max_batch_tokens: config.max_batch_tokens,
+            max_model_len: self.max_model_len,
+            max_queued_samples: config.max_queued_samples,
+            speculation: match config.speculation {
+                SpeculationChoice::Auto => Speculation::AUTO,
+                SpeculationChoice::Off => Speculation::OFF,
+            },
+        }
     }
 
     fn dtype_name(&self) -> &'static str {

@@ -192,7 +192,7 @@ fn translate(arguments: impl IntoIterator<Item = String>) -> Result<Translated> 
             Some((flag, value)) => (flag, Some(value.to_owned())),
             None => (&*argument, None),
         };
-        let name = if flag.starts_with("--") { flag[2..].replace('_', "-") } else { flag.to_owned() };
+        let name = flag.strip_prefix("--").map_or_else(|| flag.to_owned(), |name| name.replace('_', "-"));
         let row = FLAGS.iter().find(|(names, ..)| flag.starts_with('-') && names.contains(&&*name));
         let Some((_, arity, meaning)) = row else {
             let separator = if value.is_some() { "=" } else { "" };

@@ -69,7 +69,7 @@ def test_an_adapters_directory_travels(served, adapters):
     assert answer.body["choices"] == direct(server, question)
     assert answer.body["choices"][0]["token_ids"] != base.body["choices"][0]["token_ids"]
     models = ask(address, "GET", "/v1/models").body["data"]
-    assert [model["id"] for model in models] == [PUSH_MODEL.name, "policy-v1"]
+    assert [model["id"] for model in models] == [str(PUSH_MODEL), "policy-v1"]
     assert ask(address, "POST", "/v1/unload_lora_adapter", {"lora_name": "policy-v1"}).status == 200
     assert ask(address, "POST", "/v1/completions", question).status == 404
 
