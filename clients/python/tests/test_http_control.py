@@ -11,7 +11,7 @@ import urllib.request
 
 import pytest
 
-from rollout_client import FailedPrecondition, RolloutClient, ServerProcess
+from rollout_client import FailedPrecondition, RolloutClient, SamplingParams, ServerProcess
 from serving import FIXTURES, SMALL_CACHE, assert_idle, outputs, wait_for
 from vllm_answers import ask, assert_like_vllm, recorded, same_request
 
@@ -446,9 +446,9 @@ def test_a_caller_that_vanishes_takes_its_order_back(served, path):
     taken_back = threading.Event()
 
     def ask_until_then():
-        # What comes before the order does not wait.
+        # What comes before the order does not wait. Over gRPC, because HTTP rejects requests during a pause.
         while not taken_back.is_set():
-            served.completion()
+            served.client.generate([[1, 2, 3]], sampling=SamplingParams(max_tokens=2), return_text=False)
 
     with socket.create_connection((host, int(port))) as gone:
         gone.sendall(f"POST {path} HTTP/1.1\r\nhost: {served.address}\r\n\r\n".encode())

@@ -22,6 +22,7 @@ CACHED = "we say how many tokens came from the cache"
 OURS_NAMES_IT = "our errors name the member by its path, and have one type"
 USAGE = {"usage.prompt_tokens_details": CACHED}
 DIFFERENCES = {
+    "stream": {},
     "wrong-type": {"error.type": OURS_NAMES_IT, "error.param": OURS_NAMES_IT},
     "no-params": {"error.type": OURS_NAMES_IT, "error.param": OURS_NAMES_IT},
     "empty": {"error.type": OURS_NAMES_IT, "error.param": OURS_NAMES_IT},

@@ -69,7 +69,7 @@ def test_it_shows_a_batch_a_push_a_sleep_and_a_wake(browser, served):
     client = served.client
     with opened(browser, served.http_address) as page:
         page.wait_for_text("#lifecycle", "Running")
-        assert page.text("#model") == PUSH_MODEL.name and "float" in page.text("#facts")
+        assert page.text("#model") == str(PUSH_MODEL) and "float" in page.text("#facts")
         assert "the checkpoint serves" in page.text("#pushes")
         with batch(client):
             page.wait_for_text("#samples", "256 of 256 run")

@@ -101,7 +101,7 @@ def routes(server):
     """Method and path of each route, with those that the description leaves out and one that does not exist."""
     described = ask(server.http_address, "GET", "/openapi.json", headers={"Authorization": f"Bearer {TOKEN}"}).body
     found = [
-        (method.upper(), path.replace("{file}", "main.js"))
+        (method.upper(), path.replace("{file}", "main.js").replace("{id}", "policy"))
         for path, item in described["paths"].items()
         for method in item
         if method in ("get", "post", "delete")

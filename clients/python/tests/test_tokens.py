@@ -70,6 +70,7 @@ ROUTES = {
     "GET /metrics": "generate",
     "GET /timeline.json": "generate",
     "GET /v1/models": "generate",
+    "GET /v1/models/{id}": "generate",
     "POST /v1/completions": "generate",
     "POST /v1/chat/completions": "generate",
     "POST /v1/chat/completions/render": "generate",

@@ -150,12 +150,18 @@ struct Choice<'a> {
     finish_reason: Option<&'static str>,
     /// The stop string or stop token that ended the sample.
     stop_reason: Option<StopReason>,
+    /// In events, where vLLM has it before the tokens.
+    #[serde(rename = "prompt_token_ids", skip_serializing_if = "Option::is_none")]
+    #[schema(ignore)]
+    event_prompt: Option<Option<&'a [TokenId]>>,
     token_ids: Option<Vec<TokenId>>,
     /// Absent in events, as is `routed_experts`.
     #[serde(skip_serializing_if = "Option::is_none")]
     #[schema(value_type = Option<PromptLogprobs>)]
     prompt_logprobs: Option<Option<&'a PromptLogprobs>>,
-    prompt_token_ids: Option<&'a [TokenId]>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    #[schema(value_type = Option<Vec<TokenId>>)]
+    prompt_token_ids: Option<Option<&'a [TokenId]>>,
     #[serde(skip_serializing_if = "Option::is_none")]
     routed_experts: Option<Null>,
     #[serde(skip_serializing_if = "Option::is_none")]
@@ -289,7 +295,7 @@ impl CompletionWriter {
             index,
             text: if is_first { self.echo(prompt) + &text } else { text },
             logprobs: self.logprobs(prompt, tokens, is_first, &mut writer),
-            prompt_token_ids: shows_prompt.then_some(&self.prompts[prompt].tokens[..]),
+            event_prompt: Some(shows_prompt.then_some(&self.prompts[prompt].tokens[..])),
             token_ids: self.ids(tokens),
             ..end
         };
@@ -346,7 +352,7 @@ impl Samples for CompletionWriter {
             logprobs: self.logprobs(prompt, tokens, true, &mut self.logprobs_writer()),
             token_ids: self.ids(tokens),
             prompt_logprobs: Some(self.facts[prompt].reported.as_ref()),
-            prompt_token_ids: report.returns_ids.then_some(&self.prompts[prompt].tokens[..]),
+            prompt_token_ids: Some(report.returns_ids.then_some(&self.prompts[prompt].tokens[..])),
             routed_experts: Some(Null::default()),
             ..ended
         };
