@@ -31,7 +31,7 @@ First run:
 Beside a training job on GPUs:
   rollout-server MODEL --device cuda --tp 4 --mem-util 0.5 --weights-dir /checkpoints
 
-Flags of vLLM and SGLang are accepted under their names where this server has their like.
+Flags of vLLM and SGLang work under their names if they mean the same here.
 ";
 
 /// A rollout inference server for RL fine-tuning: groups of samples with log-probabilities you can trust, over gRPC
