@@ -72,9 +72,11 @@ def servers(binary, files):
         "mutual": [*files.flags(), *ca],
         "expired": files.flags(*files.expired),
     }
-    started = {name: ServerProcess(binary, MODEL, list(each)) for name, each in flags.items()}
+    started = {}
     try:
-        for name, each in started.items():
+        # One after the other: a port that is only chosen may be chosen again.
+        for name, each_flags in flags.items():
+            each = started[name] = ServerProcess(binary, MODEL, list(each_flags))
             wait_until_listening(each.address)
             if name != "expired":
                 with RolloutClient(each.address, tls=None if name == "plain" else files.tls(files.client)) as client:
