@@ -119,7 +119,7 @@ const FLAGS: &[(&[&str], Arity, Meaning)] = &[
     (&["nnodes", "-n"], One, Only(&["1"], "one server runs on one machine; address several with rollout_client.Fleet")),
     (&["enable-expert-parallel", "-ep"], Switch, Rejected("models with experts are not supported yet")),
     (&["distributed-executor-backend"], One, Always("ranks are threads of one process")),
-    (&["disable-custom-all-reduce"], Switch, Sets("all-reduce", "nccl")),
+    (&["disable-custom-all-reduce"], Switch, Always("sums over ranks are added in a tree; the alternative is --all-reduce nccl")),
     (&["worker-extension-cls", "worker-cls"], One, Always("weights are pushed over gRPC or HTTP, without code in the workers")),
     (&["weight-transfer-config"], One, Always("each transport of weights is always available")),
     // Serving
