@@ -172,8 +172,8 @@ pub struct Config {
     #[arg(long, help_heading = "Device", env = "ROLLOUT_ATTENTION", value_enum, default_value_t = AttentionKernel::Invariant)]
     pub attention: AttentionKernel,
 
-    /// Whether steps that sample one token of each sequence are captured as CUDA graphs and replayed, if the device
-    /// can: auto with one rank, on with several ranks too; off launches each kernel by itself.
+    /// Whether decode steps are captured as CUDA graphs and replayed, if the device supports it: auto does so with one
+    /// rank, on with any number of ranks; off launches each kernel separately.
     #[arg(long, help_heading = "Device", env = "ROLLOUT_GRAPHS", value_enum, default_value_t = GraphsChoice::Auto)]
     pub graphs: GraphsChoice,
 

@@ -55,7 +55,7 @@ impl Adapters {
     /// Generation of the adapter that a request names, and is about to use.
     ///
     /// # Errors
-    /// As for [`Adapters::find`].
+    /// `NotFound` with the names of the resident adapters.
     pub fn find_for_use<X: Executor>(&mut self, core: &EngineCore<X>, name: &str) -> Result<u64> {
         let generation = self.find(core, name)?;
         self.uses += 1;

@@ -446,7 +446,7 @@ def test_a_caller_that_vanishes_takes_its_order_back(served, path):
     taken_back = threading.Event()
 
     def ask_until_then():
-        # What comes before the order does not wait. Over gRPC, because HTTP rejects requests during a pause.
+        # Requests that arrive before the order are not held. They use gRPC, because HTTP rejects requests while paused.
         while not taken_back.is_set():
             served.client.generate([[1, 2, 3]], sampling=SamplingParams(max_tokens=2), return_text=False)
 

@@ -26,7 +26,7 @@ def explore(server, directory, *options):
         sys.executable, "-m", "schemathesis.cli", "run", f"http://{server.http_address}/openapi.json",
         "--seed", str(SEED), "--max-examples", "8", "--phases", "coverage,fuzzing", "--no-shrink",
         "--exclude-checks", EXCLUDED, "--request-timeout", "30",
-        # Most texts are no part of a path, and it drops those before it sends them.
+        # It generates arbitrary strings for path parameters, and discards most of them as invalid in a path.
         "--suppress-health-check", "filter_too_much", *options,
     ]  # fmt: skip
     # It keeps what has failed in the directory that it runs in, and would try that first the next time.

@@ -214,6 +214,14 @@ def test_a_load_beyond_the_slots_replaces_the_least_recently_used_adapter(served
     assert all(f"`{name}`" in gone.body["error"]["message"] for name in (MODEL, "a", "c", "d")), gone
 
 
+def test_a_load_that_fails_costs_no_other_adapter_its_place(served):
+    for name in ("a", "b", "c"):
+        assert served.load(name, served.root / "one").status == 200
+    for path, status in ((served.root / "nothing", 404), (served.root / "empty", 404), ("/etc", 400)):
+        assert served.load("d", path).status == status
+    assert served.models() == [MODEL, "a", "b", "c"]
+
+
 def test_adapters_in_use_are_never_replaced(served):
     for name in ("a", "b", "c"):
         assert served.load(name, served.root / "one").status == 200

@@ -100,7 +100,7 @@ fn params_bytes(params: &SamplingParams, has_grammar: bool, samples: usize) -> u
 /// texts while they are encoded.
 ///
 /// # Errors
-/// `ResourceExhausted` if there is no room now to encode its texts, or too many grammars are being compiled.
+/// `ResourceExhausted` if there is not enough memory to encode its texts, or too many grammars are being compiled.
 pub(super) fn generate(
     mut request: pb::GenerateRequest,
     model: &ModelFacts,

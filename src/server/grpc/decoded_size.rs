@@ -160,8 +160,8 @@ impl Schema {
         Ok(bytes.saturating_add(heap))
     }
 
-    /// Bytes of everything that the fields of a message point to. If the message is malformed, `path` ends as the path
-    /// of the field.
+    /// Bytes of everything that the fields of a message point to. If the message is malformed, `path` is that of the
+    /// malformed field.
     fn heap_bytes<'a>(&'a self, message: usize, mut rest: &[u8], path: &mut Vec<&'a str>) -> Parsed<u64> {
         let mut heap = 0u64;
         while !rest.is_empty() {

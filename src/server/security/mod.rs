@@ -119,7 +119,8 @@ impl Security {
 
 fn api_keys(keys: &[String]) -> Result<Tokens> {
     let lines: String = keys.iter().map(|key| format!("control {key}\n")).collect();
-    Tokens::parse(lines.as_bytes()).map_err(|why| Error::Config(format!("--api-key: {why}")))
+    Tokens::parse(lines.as_bytes())
+        .map_err(|why| Error::Config(format!("--api-key: {}", why.replacen("line", "key", 1))))
 }
 
 fn read_tokens(files: &[Named]) -> Result<Tokens> {

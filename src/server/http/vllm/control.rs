@@ -143,13 +143,17 @@ pub(super) async fn reset_prefix_cache(State(app): State<AppState>, query: Query
 }
 
 /// Accepted for vLLM's clients; the server has no such cache.
-#[utoipa::path(post, path = "/reset_mm_cache", responses((status = 200, description = "there is no such cache")))]
+#[utoipa::path(post, path = "/reset_mm_cache", responses(
+    (status = 200, description = "no effect: this server has no such cache"),
+))]
 pub(super) async fn reset_mm_cache(query: Query) -> Response {
     query.ignored(&[]).name_in(())
 }
 
 /// Accepted for vLLM's clients; the server has no such cache.
-#[utoipa::path(post, path = "/reset_encoder_cache", responses((status = 200, description = "there is no such cache")))]
+#[utoipa::path(post, path = "/reset_encoder_cache", responses(
+    (status = 200, description = "no effect: this server has no such cache"),
+))]
 pub(super) async fn reset_encoder_cache(query: Query) -> Response {
     query.ignored(&[]).name_in(())
 }

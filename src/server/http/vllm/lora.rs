@@ -58,7 +58,6 @@ pub(super) async fn load(
     if !load_inplace && is_resident(&context, &name).await? {
         return Err(taken(&name));
     }
-    make_room(&context, &name).await?;
     let header = pb::Header {
         kind: pb::UpdateKind::Lora.into(),
         adapter: name.clone(),
@@ -67,10 +66,18 @@ pub(super) async fn load(
         ..pb::Header::default()
     };
     let (header, tensors) = convert::header(header).map_err(|error| explain(error, &name, &path))?;
-    let receive = |context: Arc<ServingContext>, sender: UpdateSender, noted| async move {
-        PushThread::open(&context, header, tensors, sender, noted).await?.finish().await
+    let push = || {
+        let (header, tensors) = (header.clone(), tensors.clone());
+        transact(&app.server, peer.0.clone(), async move |context: Arc<ServingContext>, sender: UpdateSender, noted| {
+            PushThread::open(&context, header, tensors, sender, noted).await?.finish().await
+        })
     };
-    match transact(&app.server, peer.0, receive).await {
+    let mut loaded = push().await;
+    // Only now, because files that are no adapter must cost no other adapter its place.
+    if matches!(loaded, Err(Error::ResourceExhausted(_))) && make_room(&context, &name).await? {
+        loaded = push().await;
+    }
+    match loaded {
         Ok(_) => Ok(body.ignored.name_in(format!("Success: LoRA adapter '{name}' added successfully."))),
         // A gRPC client has taken the name meanwhile.
         Err(Error::VersionConflict(_)) if !load_inplace && is_resident(&context, &name).await? => Err(taken(&name)),
@@ -131,16 +138,17 @@ async fn is_resident(context: &ServingContext, name: &str) -> HttpResult<bool> {
     Ok(adapters(context).await?.iter().any(|adapter| adapter.name == name))
 }
 
-/// Removes the least recently used adapter that no request uses, if the adapter `name` finds no free slot.
-async fn make_room(context: &ServingContext, name: &str) -> HttpResult<()> {
+/// Removes the least recently used adapter that no request uses, if the adapter `name` finds no free slot. Returns
+/// whether there may be a free slot now.
+async fn make_room(context: &ServingContext, name: &str) -> HttpResult<bool> {
     let adapters = ask(&context.engine, |reply| Command::ListAdapters { reply }).await?;
     let is_idle = |adapter: &AdapterStatus| adapter.leases == 0 && !adapter.retired;
     let is_replaced = |adapter: &AdapterStatus| is_idle(adapter) && adapter.name == name;
     if adapters.len() < context.info.max_adapters as usize || adapters.iter().any(is_replaced) {
-        return Ok(());
+        return Ok(false);
     }
     let oldest = adapters.into_iter().filter(is_idle).min_by_key(|adapter| adapter.last_use);
-    let Some(AdapterStatus { name, generation, .. }) = oldest else { return Ok(()) };
+    let Some(AdapterStatus { name, generation, .. }) = oldest else { return Ok(false) };
     tracing::info!(adapter = name, generation, "unloading the least recently used adapter for a new one");
     let removed = ask_cancellable(&context.engine, |cancel, reply| Command::RemoveAdapter {
         name,
@@ -150,7 +158,7 @@ async fn make_room(context: &ServingContext, name: &str) -> HttpResult<()> {
     });
     match removed.await? {
         // A gRPC client has replaced or removed it meanwhile.
-        Ok(_) | Err(Error::NotFound(_) | Error::VersionConflict(_)) => Ok(()),
+        Ok(_) | Err(Error::NotFound(_) | Error::VersionConflict(_)) => Ok(true),
         Err(error) => Err(error.into()),
     }
 }
