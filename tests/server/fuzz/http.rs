@@ -15,8 +15,11 @@ use super::rest::Rest;
 use super::run::Options;
 use super::server::Server;
 
-/// Statuses that requests may be answered with while the server serves: 500 and 503 are never among them.
+/// Statuses that requests may be answered with while the server serves. 500 is never among them, and 503 only with the
+/// message [`PAUSED`].
 const STATUSES: &[u16] = &[100, 200, 400, 403, 404, 405, 408, 409, 413, 414, 422, 429, 431, 501, 505];
+/// Begins the message of a request that another client's pause rejects.
+const PAUSED: &str = "{\"error\":{\"message\":\"generation is paused";
 /// Longest answer that is read.
 const MOST_BYTES: usize = 4 << 20;
 const CASES: u64 = 480;
@@ -148,7 +151,8 @@ fn judge(read: &[u8]) -> Result<Option<u16>, String> {
         return if read.is_empty() { Ok(None) } else { Err(format!("no HTTP: {start}")) };
     };
     let Some(status) = line.get(2..5).and_then(|status| status.parse().ok()) else { return Ok(None) };
-    if !STATUSES.contains(&status) || text.contains("InternalServerError") {
+    let is_paused = status == 503 && text.contains(PAUSED);
+    if !(STATUSES.contains(&status) || is_paused) || text.contains("InternalServerError") {
         return Err(format!("it must not be answered so: {start}"));
     }
     let Some((head, body)) = text.split_once("\r\n\r\n") else { return Ok(Some(status)) };
