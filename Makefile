@@ -171,6 +171,10 @@ lint: setup check-cargo ## formatting, spelling, clippy, rustdoc and ruff
 	$(CARGO) clippy --workspace --release --all-targets -- -D warnings
 	RUSTDOCFLAGS='-D warnings' $(CARGO) doc --workspace --release --no-deps --document-private-items
 
+test-aarch64: check-cargo ## the kernels' tests for aarch64, under an emulator (Debian, root)
+	$(call say,Kernels for aarch64)
+	CARGO=$(CARGO) scripts/aarch64.sh test
+
 miri: check-cargo ## Miri on the kernels' scalar path (needs rustup and a nightly toolchain; some minutes)
 	$(call say,Miri on the kernels' scalar path)
 	rustup component add --toolchain nightly miri rust-src

@@ -327,6 +327,7 @@ pub enum KernelChoice {
     #[value(name = "avx512f")]
     Avx512,
     Avx2,
+    Neon,
     Scalar,
     /// The results of avx512_bf16, emulated without its instructions and several times slower: for tests on other
     /// processors.

@@ -1,5 +1,7 @@
 //! Instruction sets, found at run time.
 
+#[cfg(target_arch = "aarch64")]
+use super::lanes::Neon;
 #[cfg(target_arch = "x86_64")]
 use super::lanes::{Avx2, Avx512};
 use super::lanes::{Lanes, Scalar};
@@ -17,6 +19,8 @@ pub struct Isa {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Level {
     Scalar,
+    #[cfg(target_arch = "aarch64")]
+    Neon,
     #[cfg(target_arch = "x86_64")]
     Avx2,
     #[cfg(target_arch = "x86_64")]
@@ -64,6 +68,8 @@ impl Isa {
                 found.push(Isa::real(Level::Avx2));
             }
         }
+        #[cfg(target_arch = "aarch64")]
+        found.push(Isa::real(Level::Neon));
         found.push(Isa::real(Level::Scalar));
         found
     }
@@ -94,6 +100,8 @@ impl Isa {
         match self.level {
             _ if self.emulates_bf16 => "avx512_bf16_emulated",
             Level::Scalar => "scalar",
+            #[cfg(target_arch = "aarch64")]
+            Level::Neon => "neon",
             #[cfg(target_arch = "x86_64")]
             Level::Avx2 => "avx2",
             #[cfg(target_arch = "x86_64")]
@@ -132,7 +140,9 @@ impl Isa {
     pub(crate) fn dispatch<K: Kernel>(self, kernel: K) -> K::Output {
         match self.level {
             Level::Scalar => scalar(kernel),
-            // SAFETY: a Level other than Scalar is only made by `available`, which found its features.
+            #[cfg(target_arch = "aarch64")]
+            Level::Neon => neon(kernel),
+            // SAFETY: a Level of x86-64 is only made by `available`, which found its features.
             #[cfg(target_arch = "x86_64")]
             Level::Avx2 => unsafe { avx2(kernel) },
             // SAFETY: as above.
@@ -148,6 +158,12 @@ impl Isa {
 #[inline(never)]
 fn scalar<K: Kernel>(kernel: K) -> K::Output {
     kernel.run::<Scalar>()
+}
+
+#[cfg(target_arch = "aarch64")]
+#[inline(never)]
+fn neon<K: Kernel>(kernel: K) -> K::Output {
+    kernel.run::<Neon>()
 }
 
 #[cfg(target_arch = "x86_64")]
