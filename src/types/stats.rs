@@ -62,6 +62,8 @@ engine_stats! {
     generated_tokens: counter "rollout:generation_tokens_total",
     /// Samples that lost their blocks to others.
     preemptions: counter "rollout:num_preemptions_total",
+    /// Drafts that were run, each of one or more tokens of one sample in one step.
+    drafts: counter "rollout:spec_decode_num_drafts_total",
     /// Draft tokens that were run.
     drafted_tokens: counter "rollout:spec_decode_num_draft_tokens_total",
     /// Draft tokens that turned out right.
