@@ -138,6 +138,8 @@ def test_compose_starts_prometheus_and_grafana_with_the_profile():
     services = compose["services"]
     assert set(services) == {"rollout", "prometheus", "grafana"}
     assert "profiles" not in services["rollout"]
+    pulled = [service["image"] for service in services.values() if "build" not in service]
+    assert all(re.fullmatch(r"[\w/-]+:v?\d+\.\d+\.\d+", image) for image in pulled), pulled
     for name in ("prometheus", "grafana"):
         service = services[name]
         assert service["profiles"] == ["monitoring"]
