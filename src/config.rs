@@ -263,6 +263,18 @@ pub struct Config {
     #[arg(long, help_heading = "Observability", env = "ROLLOUT_LOG_FORMAT", value_enum, default_value_t = LogFormat::Text)]
     pub log_format: LogFormat,
 
+    /// Names of the metrics that vLLM has too: its own, so that its dashboards and autoscalers work, ours, or both.
+    #[arg(
+        long,
+        help_heading = "Observability",
+        env = "ROLLOUT_METRICS_NAMES",
+        value_enum,
+        value_delimiter = ',',
+        default_value = "vllm,rollout",
+        value_name = "NAMES"
+    )]
+    pub metrics_names: Vec<MetricNames>,
+
     /// File for the phases of the engine and of pushes, written as they end, in Chrome's trace format, which Perfetto
     /// opens.
     #[arg(long, help_heading = "Observability", env = "ROLLOUT_TRACE_FILE", value_name = "FILE")]
@@ -347,6 +359,15 @@ pub enum GraphsChoice {
     Auto,
     On,
     Off,
+}
+
+/// A set of names of metrics.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub enum MetricNames {
+    /// Those of vLLM 0.33, with its labels and buckets.
+    Vllm,
+    /// Those of this server.
+    Rollout,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]

@@ -60,6 +60,7 @@ fn run(config: Config, profile: Option<Profile>, logs: &LogWriter) -> Result<()>
     config.check()?;
     let (mut observer, recorder) = Observer::new();
     observer.logs = Some(logs.clone());
+    observer.metric_names.clone_from(&config.metrics_names);
     let trace =
         config.trace_file.as_deref().map(|path| TraceFile::create(path, observer.timeline.clone())).transpose()?;
     let runtime =

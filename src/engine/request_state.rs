@@ -2,7 +2,7 @@
 
 use std::collections::{BTreeMap, HashMap};
 use std::sync::Arc;
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
 use super::client::CancelFlag;
 use super::request::{
@@ -13,7 +13,7 @@ use super::text::{FinishedText, SampleText};
 use crate::cache::CacheSalt;
 use crate::error::Error;
 use crate::grammar::GrammarState;
-use crate::observe::Metrics;
+use crate::observe::{Metrics, SampleEnd};
 use crate::scheduler::{Group, GroupKind};
 use crate::text::Tokenizer;
 use crate::types::{
@@ -49,6 +49,7 @@ pub(super) struct RequestState {
 /// A sample that has not ended.
 struct Sample {
     seed: u64,
+    prompt_tokens: usize,
     cached_tokens: u32,
     tokens: Vec<TokenLogprobs>,
     /// Versions of the policies that made the tokens, as `(version, start, end)` over `tokens`.
@@ -62,9 +63,9 @@ struct Sample {
 }
 
 impl Sample {
-    fn new(seed: u64, text: Option<SampleText>) -> Self {
+    fn new(seed: u64, prompt_tokens: usize, text: Option<SampleText>) -> Self {
         let (tokens, weight_versions) = (Vec::new(), Vec::new());
-        Self { seed, cached_tokens: 0, tokens, weight_versions, text, span: None, grammar_bytes: 0 }
+        Self { seed, prompt_tokens, cached_tokens: 0, tokens, weight_versions, text, span: None, grammar_bytes: 0 }
     }
 
     /// Bytes of text that the sample holds.
@@ -130,7 +131,8 @@ impl RequestState {
                     let seeds: Vec<_> = (0..n).map(|i| sample_seed(seed, index, i)).collect();
                     let text = own.map_or_else(|| text.clone(), |own| self.text_of(&own.params, tokenizer));
                     let samples = (0..).zip(&seeds).map(|(sample_index, &seed)| {
-                        (SampleKey { group: key, sample_index }, Sample::new(seed, text.clone()))
+                        let sample = Sample::new(seed, prompt.tokens.len(), text.clone());
+                        (SampleKey { group: key, sample_index }, sample)
                     });
                     self.samples.extend(samples);
                     GroupKind::Sample { seeds, prompt_logprobs }
@@ -298,7 +300,7 @@ impl RequestState {
         self.tokens += 1;
         if let Some(reason) = finish {
             let sample = self.samples.remove(&key).expect("it was there");
-            self.complete(key, sample, reason);
+            self.complete(key, sample, reason, now);
         }
         finish.is_some()
     }
@@ -331,7 +333,7 @@ impl RequestState {
     pub fn end(&mut self, now: Instant) {
         let is_aborted = !self.is_done();
         for (key, sample) in std::mem::take(&mut self.samples) {
-            self.complete(key, sample, FinishReason::Aborted);
+            self.complete(key, sample, FinishReason::Aborted, now);
         }
         let took = now.saturating_duration_since(self.client.arrived);
         self.summary.seconds = took.as_secs_f64();
@@ -345,11 +347,24 @@ impl RequestState {
         (self.client.responder)(Event::Failed(error));
     }
 
-    fn complete(&mut self, key: SampleKey, sample: Sample, finish_reason: FinishReason) {
-        let len = sample.tokens.len() as u32;
-        let decoded = sample.span.map_or(Duration::ZERO, |(first, last)| last - first);
-        self.metrics.sample_done(finish_reason, sample.tokens.len(), decoded);
-        self.summary.completion_tokens += u64::from(len);
+    /// Counts a sample that ends `now`.
+    fn count(&self, sample: &Sample, reason: FinishReason, now: Instant) {
+        let (arrived, begun) = (self.client.arrived, self.begun_at.unwrap_or(now));
+        let (first, last) = sample.span.unwrap_or((begun, begun));
+        self.metrics.sample_done(&SampleEnd {
+            reason,
+            prompt_tokens: sample.prompt_tokens,
+            tokens: sample.tokens.len(),
+            queued: begun.saturating_duration_since(arrived),
+            inference: last.saturating_duration_since(begun),
+            decoded: last.saturating_duration_since(first),
+            total: now.saturating_duration_since(arrived),
+        });
+    }
+
+    fn complete(&mut self, key: SampleKey, sample: Sample, finish_reason: FinishReason, now: Instant) {
+        self.count(&sample, finish_reason, now);
+        self.summary.completion_tokens += sample.tokens.len() as u64;
         // From here on the backlog counts them.
         self.client.charge.shrink((tokens_bytes(&sample.tokens) + sample.text_bytes() + sample.grammar_bytes) as u64);
         let (prompt_index, sample_index) = (key.group.prompt_index, key.sample_index);

@@ -11,11 +11,13 @@ mod timeline;
 
 use std::sync::Arc;
 
+use crate::config::MetricNames;
 use crate::logs::LogWriter;
 
 pub use journal::{ErrorNote, Journal, PushGuard, PushNote};
 pub use metrics::{
-    CallCounts, Counter, Gauge, Histogram, Lifecycle, Metrics, PushKind, ServerFacts, SleepState, StepKind, Transport,
+    CallCounts, Counter, Gauge, Histogram, Lifecycle, Metrics, PushKind, SampleEnd, ServedFacts, ServerFacts,
+    SleepState, StepKind, Transport,
 };
 pub use timeline::{Follower, News, Phase, Recorder, Span, TIMELINE_BYTES, Timeline, TraceFile, TrackName, Window};
 
@@ -27,6 +29,8 @@ pub struct Observer {
     pub journal: Journal,
     /// Counts dropped log lines; `None` if the process does not log through a [`LogWriter`].
     pub logs: Option<LogWriter>,
+    /// The names under which metrics are written.
+    pub metric_names: Vec<MetricNames>,
 }
 
 impl Observer {
@@ -35,6 +39,7 @@ impl Observer {
         let metrics = Arc::new(Metrics::default());
         let (timeline, recorder, pushes) = Timeline::new();
         let journal = Journal::new(metrics.clone(), pushes);
-        (Self { metrics, timeline, journal, logs: None }, recorder)
+        let metric_names = vec![MetricNames::Vllm, MetricNames::Rollout];
+        (Self { metrics, timeline, journal, logs: None, metric_names }, recorder)
     }
 }

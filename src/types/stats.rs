@@ -11,10 +11,12 @@ pub struct EngineStat {
     pub help: &'static str,
     /// Type and name of the metric that has its value; `None` if no metric has exactly this value.
     pub metric: Option<(&'static str, &'static str)>,
+    /// Whether vLLM has the same metric, with `vllm:` for `rollout:`.
+    pub is_vllms: bool,
 }
 
 macro_rules! engine_stats {
-    ($(#[doc = $help:literal] $name:ident $(: $kind:ident $metric:literal)?,)*) => {
+    ($(#[doc = $help:literal] $name:ident $(: $kind:ident $metric:literal $(= $vllm:ident)?)?,)*) => {
         /// The engine's numbers between two steps. Counters count from the start.
         #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
         pub struct EngineStats { $(#[doc = $help] pub $name: u64,)* }
@@ -24,6 +26,7 @@ macro_rules! engine_stats {
             name: stringify!($name),
             help: $help.trim_ascii_start(),
             metric: [$((stringify!($kind), $metric))?].first().copied(),
+            is_vllms: !concat!($($(stringify!($vllm))?)?).is_empty(),
         },)*];
 
         impl EngineStats {
@@ -41,9 +44,9 @@ macro_rules! engine_stats {
 
 engine_stats! {
     /// Samples that have a place in the batch.
-    running_samples: gauge "rollout:num_requests_running",
+    running_samples: gauge "rollout:num_requests_running" = vllm,
     /// Samples of accepted requests that wait for a place, for blocks or for their reader.
-    waiting_samples: gauge "rollout:num_requests_waiting",
+    waiting_samples: gauge "rollout:num_requests_waiting" = vllm,
     /// Requests whose samples run or wait.
     accepted_requests: gauge "rollout:requests_accepted",
     /// Requests that wait for a newer policy, for Resume, or for a drain to end.
@@ -55,17 +58,19 @@ engine_stats! {
     /// KV blocks that no sequence holds and that have a cached prefix.
     cached_blocks,
     /// Tokens of admitted prompts, once per prompt.
-    prompt_tokens: counter "rollout:prompt_tokens_total",
+    prompt_tokens: counter "rollout:prompt_tokens_total" = vllm,
     /// Prompt tokens found in the prefix cache.
-    cached_tokens: counter "rollout:prompt_tokens_cached_total",
+    cached_tokens: counter "rollout:prompt_tokens_cached_total" = vllm,
     /// Tokens given to samples.
-    generated_tokens: counter "rollout:generation_tokens_total",
+    generated_tokens: counter "rollout:generation_tokens_total" = vllm,
     /// Samples that lost their blocks to others.
-    preemptions: counter "rollout:num_preemptions_total",
+    preemptions: counter "rollout:num_preemptions_total" = vllm,
+    /// Drafts that were run, each of one or more tokens of one sample in one step.
+    drafts: counter "rollout:spec_decode_num_drafts_total" = vllm,
     /// Draft tokens that were run.
-    drafted_tokens: counter "rollout:spec_decode_num_draft_tokens_total",
+    drafted_tokens: counter "rollout:spec_decode_num_draft_tokens_total" = vllm,
     /// Draft tokens that turned out right.
-    accepted_tokens: counter "rollout:spec_decode_num_accepted_tokens_total",
+    accepted_tokens: counter "rollout:spec_decode_num_accepted_tokens_total" = vllm,
     /// Version of the policy that serves.
     weight_version: gauge "rollout:weight_version",
     /// Pushes applied since the start.

@@ -12,7 +12,7 @@ from rollout_client.demo import random_adapter
 
 PROMPTS = [f"Tell me a story about a lighthouse and {what}." for what in ("a storm", "a whale", "a letter", "a cat")]
 SAMPLING = SamplingParams(max_tokens=120, seed=7, ignore_eos=True)
-WIDTH, HEIGHT = 1120, 1024
+WIDTH, HEIGHT = 1120, 1184
 
 
 def generate(client, **options):

@@ -139,6 +139,92 @@ def test_metrics_are_exactly_what_was_done(started):
     assert value(samples, "process_resident_memory_bytes") > 1 << 20
 
 
+LATENCY = [
+    0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0, 120.0, 240.0, 480.0, 960.0,
+    1920.0, 7680.0,
+]  # fmt: skip
+NEXT_TOKEN = [
+    0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0,
+]  # fmt: skip
+LENGTHS = [1.0, 2.0, 5.0, 10.0, 20.0, 50.0, 100.0, 200.0, 500.0, 1000.0, 2000.0, 5000.0, 10000.0, 20000.0, 50000.0]
+VLLM_BUCKETS = {
+    "time_to_first_token_seconds": [
+        0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0,
+        160.0, 640.0, 2560.0,
+    ],
+    "inter_token_latency_seconds": NEXT_TOKEN,
+    "request_time_per_output_token_seconds": NEXT_TOKEN,
+    "e2e_request_latency_seconds": LATENCY,
+    "request_queue_time_seconds": LATENCY,
+    "request_inference_time_seconds": LATENCY,
+    "request_prefill_time_seconds": LATENCY,
+    "request_decode_time_seconds": LATENCY,
+    "request_prompt_tokens": LENGTHS,
+    "request_generation_tokens": LENGTHS,
+    "iteration_tokens_total": [2.0**i for i in (0, *range(3, 15))],
+}  # fmt: skip
+"""Bounds of vLLM 0.33's histograms; those of lengths end at the longest context."""
+
+
+def test_vllms_dashboards_find_their_names_labels_and_buckets(binary):
+    flags = [*SMALL_CACHE, "--mem-util", "0.2", "--served-model-name", 'the "policy"', "alias"]
+    with ServerProcess(binary, PUSH_MODEL, flags) as process:
+        client = process.client
+        sampling = SamplingParams(max_tokens=9, ignore_eos=True)
+        client.generate([[1, 2, 3, 4, 5], [6, 7, 8]], n=3, sampling=sampling, return_text=False)
+        labels = {"model_name": 'the "policy"', "engine": "0"}
+        samples = soon(process, lambda s: value(s, "vllm:generation_tokens_total", **labels) == 54, "all tokens")
+        for name, number in [
+            ("num_requests_running", 0),
+            ("num_requests_waiting", 0),
+            ("kv_cache_usage_perc", 0),
+            ("prompt_tokens_total", 8),
+            ("prefix_cache_queries_total", 8),
+            ("num_preemptions_total", 0),
+            ("time_to_first_token_seconds_count", 6),
+            ("inter_token_latency_seconds_count", 48),
+            ("request_time_per_output_token_seconds_count", 6),
+            ("e2e_request_latency_seconds_count", 6),
+            ("request_queue_time_seconds_count", 6),
+            ("request_inference_time_seconds_count", 6),
+            ("request_prefill_time_seconds_count", 6),
+            ("request_decode_time_seconds_count", 6),
+            ("request_generation_tokens_sum", 54),
+            ("request_prompt_tokens_sum", 3 * (5 + 3)),
+        ]:
+            assert value(samples, f"vllm:{name}", **labels) == number, name
+        assert value(samples, "vllm:request_success_total", finished_reason="length", **labels) == 6
+        assert value(samples, "vllm:engine_sleep_state", sleep_state="awake", **labels) == 1
+        for name in ("drafts", "draft_tokens", "accepted_tokens"):
+            same = value(samples, f"rollout:spec_decode_num_{name}_total")
+            assert value(samples, f"vllm:spec_decode_num_{name}_total", **labels) == same
+        parts = [value(samples, f"vllm:request_{part}_time_seconds_sum", **labels) for part in ("prefill", "decode")]
+        inference = value(samples, "vllm:request_inference_time_seconds_sum", **labels)
+        assert inference == pytest.approx(sum(parts))
+        queued = value(samples, "vllm:request_queue_time_seconds_sum", **labels)
+        assert value(samples, "vllm:e2e_request_latency_seconds_sum", **labels) >= inference + queued
+
+        (config,) = (dict(key[1:]) for key in samples if key[0] == "vllm:cache_config_info")
+        blocks = client.status().total_blocks
+        assert (config["num_gpu_blocks"], config["engine"]) == (str(blocks), "0")
+        assert config["kv_cache_size_tokens"] == str(blocks * int(config["block_size"]))
+        longest = client.info().max_model_len
+        for name, bounds in VLLM_BUCKETS.items():
+            wanted = [bound for bound in bounds if bounds is not LENGTHS or bound <= longest]
+            found = [dict(key[1:])["le"] for key in samples if key[0] == f"vllm:{name}_bucket"]
+            assert found == [*map(str, wanted), "+Inf"], name
+        theirs = [key for key in samples if key[0].startswith("vllm:") and key[0] != "vllm:cache_config_info"]
+        assert all(labels.items() <= dict(key[1:]).items() for key in theirs)
+
+
+@pytest.mark.parametrize("names", ["vllm", "rollout"])
+def test_one_set_of_names_is_enough(binary, names):
+    with ServerProcess(binary, PUSH_MODEL, [*SMALL_CACHE, "--mem-util", "0.2", "--metrics-names", names]) as process:
+        prefixes = {name.partition(":")[0] for name, *_ in scrape(process) if ":" in name}
+        assert prefixes == {names}
+        assert value(scrape(process), "process_start_time_seconds") > 0
+
+
 def test_labels_are_bounded_however_clients_call(started):
     before = len(scrape(started))
     for path in ["/nothing", "/metrics/x", "/%7f", "/v1/completions?x=y", "/timeline.json?since=x"]:

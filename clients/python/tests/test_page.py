@@ -80,6 +80,8 @@ def test_it_shows_a_batch_a_push_a_sleep_and_a_wake(browser, served):
         page.wait_for_text("#headline", "Idle")
         assert "no requests" in page.text("#headline")
         assert re.search(r"[1-9][\d,]+ in all", page.text("#rate-more"))
+        page.wait_for_text("#failures-more", "1 aborted")
+        assert page.text("#push-ends") == ""
 
         version = client.push_lora(*random_adapter(np.random.default_rng(1), read_model(PUSH_MODEL))).weight_version
         page.wait_for_text("#pushes", "applied")
@@ -87,6 +89,7 @@ def test_it_shows_a_batch_a_push_a_sleep_and_a_wake(browser, served):
         newest = rows(page, "pushes")[0]
         assert "lora" in newest and "KiB" in newest and "ago" in newest.replace("now", "ago"), newest
         page.wait_for_text("#push-phases", "Receives")
+        page.wait_for_text("#push-ends", f"Pushes: version {version}.")
 
         client.sleep()
         page.wait_for_text("#lifecycle", "Asleep")
@@ -97,6 +100,57 @@ def test_it_shows_a_batch_a_push_a_sleep_and_a_wake(browser, served):
         page.wait_for_text("#lifecycle", "Running")
         page.wait_for_text("#phases", "Wakes")
         assert "Weights" in page.text("#memory") and "reserved of" in page.text("#memory-sum")
+
+
+def seconds(words):
+    """The seconds of a duration as the page writes it, such as `12 ms median`."""
+    number, unit = re.match(r"([\d.]+) (µs|ms|s)\b", words).groups()
+    return float(number) * {"µs": 1e-6, "ms": 1e-3, "s": 1}[unit]
+
+
+def test_it_shows_latencies_drafts_and_errors(browser, served):
+    client = served.client
+    before = client.status()
+    with opened(browser, served.http_address) as page:
+        page.wait_for_text("#lifecycle", "Running")
+        sampling = SamplingParams(max_tokens=64, temperature=0.0, ignore_eos=True)
+        client.generate([[5, 6, 7]], sampling=sampling, return_text=False)
+        with pytest.raises(RolloutError, match="temperature"):
+            client.generate([[1]], sampling=SamplingParams(temperature=-1))
+        with pytest.raises(RolloutError):
+            client.push_full(read_model(PUSH_MODEL), expected_version=before.weight_version + 1)
+        page.wait_for_text("#failures-more", "1 invalid argument")
+        page.wait_for_text("#push-ends", "1 failed")
+        page.wait_for_text("#drafts", "accepted")
+        for name in ("first_token", "next_token"):
+            page.wait_for_text(f"#{name}", "median")
+            highest, words = re.fullmatch(r"99th percentile (.+) · (.+)", page.text(f"#{name}-more")).groups()
+            assert 0 <= seconds(page.text(f"#{name}")) <= seconds(highest) < 60
+            assert words.startswith(("since the start", "in the last "))
+        drafted = client.status().drafted_tokens
+        page.wait_for_text("#drafts-more", f"of {drafted:,} draft token" if drafted > 0 else "No drafts yet.")
+
+
+def test_quantiles_are_of_the_time_that_is_shown(browser, served):
+    """The module that computes them, with states as the feed brings them: the page must be open for two minutes."""
+    script = """async () => {
+        const { Latencies } = await import("/page/latencies.js");
+        const [second, latencies] = [1e9, new Latencies()];
+        latencies.take(0, { x: [[0, 1, 2]] });
+        latencies.take(100 * second, { x: [[0, 1, 2], [4, 8, 4], [16, null, 1]] });
+        const [all, some] = [latencies.quantiles("x", -1, [0.5, 1]), latencies.quantiles("x", 5 * second, [0.4, 0.99])];
+        const none = latencies.quantiles("x", 100 * second, [0.5]);
+        for (let i = 0; i < 100; i += 1) latencies.take((101 + i / 100) * second, { x: [] });
+        const kept = latencies.states.length;
+        latencies.take(2000 * second, { x: [] });
+        return [all, some, none, kept, latencies.states.length];
+    }"""
+    with opened(browser, served.http_address) as page:
+        all_, some, none, kept, old = page.page.evaluate(script)
+    assert all_ == {"isWhole": True, "values": [5.5, 16]}
+    assert some == {"isWhole": False, "values": [6, 16]}
+    assert none == {"isWhole": False, "values": [None]}
+    assert kept == 4 and old == 2
 
 
 def test_a_stretch_of_the_timeline_can_be_read(browser, served):

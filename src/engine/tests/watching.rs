@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use super::rig::*;
 use crate::engine::*;
-use crate::observe::{Observer, Phase, ServerFacts, Span, TrackName};
+use crate::observe::{Observer, Phase, ServedFacts, ServerFacts, Span, TrackName};
 use crate::weights::UpdateKind;
 
 /// An engine on a thread of its own.
@@ -60,7 +60,14 @@ impl Served {
 
     /// The value of a metric's line.
     fn metric(&self, line: &str) -> f64 {
-        let text = self.observer.metrics.render(&self.observer.timeline, &ServerFacts::default());
+        let text = self.observer.metrics.render(
+            &self.observer.timeline,
+            &self.observer.metric_names,
+            &ServerFacts {
+                served: Some(ServedFacts { max_model_len: 100, ..Default::default() }),
+                ..Default::default()
+            },
+        );
         let value = text.lines().find_map(|l| l.strip_prefix(line)?.strip_prefix(' ')).map(str::parse);
         value.unwrap_or_else(|| panic!("no line {line} in\n{text}")).expect("a number")
     }
@@ -170,6 +177,10 @@ fn numbers_are_exact_and_agree_with_the_status() {
         ("rollout:lifecycle{state=\"starting\"}", 0),
         ("rollout:memory_bytes{use=\"weights\"}", 120),
         ("rollout:memory_ceiling_bytes", 1000),
+        ("vllm:generation_tokens_total{model_name=\"\",engine=\"0\"}", 21),
+        ("vllm:request_prompt_tokens_sum{model_name=\"\",engine=\"0\"}", 14),
+        ("vllm:request_generation_tokens_bucket{model_name=\"\",engine=\"0\",le=\"20.0\"}", 2),
+        ("vllm:request_inference_time_seconds_count{model_name=\"\",engine=\"0\"}", 2),
     ];
     for (line, value) in expected {
         assert_eq!(engine.metric(line), value as f64, "{line}");

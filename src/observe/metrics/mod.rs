@@ -1,5 +1,5 @@
-//! The numbers for Prometheus. Their names, types and meanings are in `docs/observability.md`; those that vLLM has too
-//! have its names, with `rollout:` before them.
+//! The numbers for Prometheus. Their names, types and meanings are in `docs/observability.md`. Those that vLLM has too
+//! have its names with `rollout:` for `vllm:`, and are written under both.
 //!
 //! The crate prometheus-client writes only OpenMetrics, with other names for counters, and the engine's thread would
 //! take a lock in its histograms for every token. metrics-exporter-prometheus allocates for every value of a histogram
@@ -21,9 +21,9 @@ pub use calls::CallCounts;
 use labels::{Finished, Label};
 pub use labels::{Lifecycle, PushKind, SleepState, StepKind, Transport};
 use ledger::LedgerGauges;
+use number::{Bounds, FIRST_TOKEN, LATENCY, NEXT_TOKEN, ORDER, SAMPLES, STEP, STEP_TOKENS, TOKENS, Unit};
 pub use number::{Counter, Gauge, Histogram};
-use number::{LATENCY, ORDER, SAMPLES, STEP, TOKENS, Unit};
-pub use render::ServerFacts;
+pub use render::{ServedFacts, ServerFacts};
 
 use crate::error::Error;
 use crate::memory::MemoryReport;
@@ -50,6 +50,22 @@ impl State {
 
 const KINDS: usize = PushKind::ALL.len();
 const TRANSPORTS: usize = Transport::ALL.len();
+
+/// A sample that has ended.
+#[derive(Clone, Copy, Debug)]
+pub struct SampleEnd {
+    pub reason: FinishReason,
+    pub prompt_tokens: usize,
+    pub tokens: usize,
+    /// From the request's arrival to its first step.
+    pub queued: Duration,
+    /// From that step to the sample's last token.
+    pub inference: Duration,
+    /// From its first token to its last.
+    pub decoded: Duration,
+    /// From the request's arrival to the sample's end.
+    pub total: Duration,
+}
 
 /// Numbers of the pushes of one kind by one transport.
 #[derive(Debug)]
@@ -83,6 +99,11 @@ pub struct Metrics {
     prefill_time: Histogram,
     decode_time: Histogram,
     request_time: Histogram,
+    inference_time: Histogram,
+    /// Of each sample, as vLLM counts: its prompt, its request's queue time, and its time.
+    sample_prompts: Histogram,
+    sample_queue_time: Histogram,
+    sample_time: Histogram,
 
     // Steps.
     step_time: [Histogram; StepKind::ALL.len()],
@@ -103,11 +124,11 @@ pub struct Metrics {
     pub http_calls: CallCounts,
 }
 
-fn seconds(bounds: &'static [u64]) -> Histogram {
+fn seconds(bounds: Bounds) -> Histogram {
     Histogram::new(Unit::Nanoseconds, bounds)
 }
 
-fn counts(bounds: &'static [u64]) -> Histogram {
+fn counts(bounds: Bounds) -> Histogram {
     Histogram::new(Unit::Count, bounds)
 }
 
@@ -130,15 +151,19 @@ impl Default for Metrics {
             outcomes: outcomes.collect(),
             prompt_lengths: counts(TOKENS),
             completion_lengths: counts(TOKENS),
-            first_token: seconds(LATENCY),
-            next_token: seconds(STEP),
-            token_time: seconds(STEP),
+            first_token: Histogram::with_quantiles(FIRST_TOKEN),
+            next_token: Histogram::with_quantiles(NEXT_TOKEN),
+            token_time: seconds(NEXT_TOKEN),
             queue_time: seconds(LATENCY),
             prefill_time: seconds(LATENCY),
             decode_time: seconds(LATENCY),
             request_time: seconds(LATENCY),
+            inference_time: seconds(LATENCY),
+            sample_prompts: counts(TOKENS),
+            sample_queue_time: seconds(LATENCY),
+            sample_time: seconds(LATENCY),
             step_time: from_fn(|_| seconds(STEP)),
-            step_tokens: counts(TOKENS),
+            step_tokens: counts(STEP_TOKENS),
             step_samples: counts(SAMPLES),
             pushes: from_fn(|_| from_fn(|_| push())),
             pushes_open: Gauge::default(),
@@ -214,13 +239,16 @@ impl Metrics {
         self.next_token.observe(gap);
     }
 
-    /// Notes that a sample of `tokens` tokens ended, `decoded` after its first token.
-    pub fn sample_done(&self, reason: FinishReason, tokens: usize, decoded: Duration) {
-        self.finished[Finished::from(reason).index()].add(1);
-        self.completion_lengths.count(tokens);
-        self.decode_time.observe(decoded);
-        if tokens > 1 {
-            self.token_time.observe(decoded / (tokens - 1) as u32);
+    pub fn sample_done(&self, end: &SampleEnd) {
+        self.finished[Finished::from(end.reason).index()].add(1);
+        self.sample_prompts.count(end.prompt_tokens);
+        self.completion_lengths.count(end.tokens);
+        self.sample_queue_time.observe(end.queued);
+        self.inference_time.observe(end.inference);
+        self.decode_time.observe(end.decoded);
+        self.sample_time.observe(end.total);
+        if end.tokens > 1 {
+            self.token_time.observe(end.decoded / (end.tokens - 1) as u32);
         }
     }
 

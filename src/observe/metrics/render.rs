@@ -1,8 +1,9 @@
-//! All metrics as one text, in a fixed order.
+//! All metrics as one text, in a fixed order. Those that vLLM has too come twice, the second time under its names.
 
 use super::exposition::Exposition;
 use super::labels::{Finished, Label};
 use super::{Histogram, Lifecycle, Metrics, PushKind, SleepState, StepKind, TRANSPORTS, Transport};
+use crate::config::MetricNames;
 use crate::memory::MemoryReport;
 use crate::observe::Timeline;
 use crate::types::{ENGINE_STATS, EngineStats};
@@ -10,8 +11,8 @@ use crate::types::{ENGINE_STATS, EngineStats};
 /// Facts from outside the engine, read at each scrape.
 #[derive(Clone, Debug, Default)]
 pub struct ServerFacts {
-    /// Labels of `rollout:server_info`; empty while the model loads.
-    pub info: Vec<(&'static str, String)>,
+    /// `None` while the model loads. vLLM's names have values only after that, as in vLLM.
+    pub served: Option<ServedFacts>,
     pub panics: u64,
     pub log_lines_dropped: u64,
     pub resident_bytes: u64,
@@ -21,42 +22,76 @@ pub struct ServerFacts {
     pub started_unix_seconds: f64,
 }
 
+/// Facts of the loaded model.
+#[derive(Clone, Debug, Default)]
+pub struct ServedFacts {
+    /// Labels of `rollout:server_info`.
+    pub info: Vec<(&'static str, String)>,
+    /// vLLM's `model_name`.
+    pub model_name: String,
+    pub dtype: String,
+    pub block_size: u64,
+    pub max_model_len: u64,
+}
+
 const C: &str = "counter";
 const G: &str = "gauge";
 
 impl Metrics {
-    /// All metrics in Prometheus' text format.
-    pub fn render(&self, timeline: &Timeline, facts: &ServerFacts) -> String {
-        let mut text = Exposition::default();
+    /// The metrics under these names in Prometheus' text format.
+    pub fn render(&self, timeline: &Timeline, names: &[MetricNames], facts: &ServerFacts) -> String {
+        let mut text = Exposition::new(names.contains(&MetricNames::Rollout));
         let stats = self.engine();
         engine(&mut text, &stats);
         self.requests(&mut text);
-        self.latencies(&mut text);
+        self.latencies(&mut text, [&self.request_time, &self.queue_time, &self.prompt_lengths], u64::MAX);
         cache(&mut text, &stats);
+        blocks(&mut text, &stats);
         self.steps(&mut text, timeline);
+        self.step_tokens(&mut text);
         self.pushes(&mut text);
         self.sleeps(&mut text);
+        self.sleep_state(&mut text);
         self.memory(&mut text, facts);
         self.server(&mut text, facts);
+        if let Some(served) = facts.served.as_ref().filter(|_| names.contains(&MetricNames::Vllm)) {
+            self.under_vllms_names(&mut text, &stats, served);
+        }
         text.into_text()
     }
 
-    fn requests(&self, text: &mut Exposition) {
+    /// Writes the metrics that vLLM has too, with its names, labels and bounds. Its requests are our samples.
+    fn under_vllms_names<'a>(&self, text: &mut Exposition<'a>, stats: &EngineStats, served: &'a ServedFacts) {
+        cache_config(text, stats, served);
+        text.vllm_model = Some(&served.model_name);
+        engine(text, stats);
+        self.samples(text);
+        let of_samples = [&self.sample_time, &self.sample_queue_time, &self.sample_prompts];
+        self.latencies(text, of_samples, served.max_model_len);
+        cache(text, stats);
+        self.step_tokens(text);
+        self.sleep_state(text);
+    }
+
+    fn samples(&self, text: &mut Exposition<'_>) {
         text.begin("rollout:request_success_total", C, "Samples that have ended, by reason.");
         for (reason, count) in Finished::ALL.iter().zip(&self.finished) {
             text.sample(&[("finished_reason", reason.name())], count.get());
         }
-        text.begin(
-            "rollout:requests_total",
-            C,
-            "Requests that have ended: finished, aborted, or the kind of an error.",
-        );
+    }
+
+    fn requests(&self, text: &mut Exposition<'_>) {
+        self.samples(text);
+        let help = "Requests that have ended: finished, aborted, or the kind of an error.";
+        text.begin("rollout:requests_total", C, help);
         for (outcome, count) in &self.outcomes {
             text.sample(&[("outcome", outcome)], count.get());
         }
     }
 
-    fn latencies(&self, text: &mut Exposition) {
+    /// Writes the histograms of requests and samples. Time, queue time and prompts are those of requests under our
+    /// names, and of samples under vLLM's, whose bounds for tokens end at `longest`.
+    fn latencies(&self, text: &mut Exposition<'_>, [time, queue_time, prompts]: [&Histogram; 3], longest: u64) {
         let histograms = [
             ("rollout:time_to_first_token_seconds", "From a request's arrival to each sample's first token.", {
                 &self.first_token
@@ -65,28 +100,43 @@ impl Metrics {
             ("rollout:request_time_per_output_token_seconds", "Of a sample: its time per token after the first.", {
                 &self.token_time
             }),
-            ("rollout:e2e_request_latency_seconds", "From a request's arrival to its end.", &self.request_time),
-            ("rollout:request_queue_time_seconds", "From a request's arrival to its first step.", &self.queue_time),
+            ("rollout:e2e_request_latency_seconds", "From a request's arrival to its end.", time),
+            ("rollout:request_queue_time_seconds", "From a request's arrival to its first step.", queue_time),
+            ("rollout:request_inference_time_seconds", "From a request's first step to each sample's last token.", {
+                &self.inference_time
+            }),
             ("rollout:request_prefill_time_seconds", "From a request's first step to each sample's first token.", {
                 &self.prefill_time
             }),
             ("rollout:request_decode_time_seconds", "From a sample's first token to its end.", &self.decode_time),
-            ("rollout:request_prompt_tokens", "Prompt tokens of a request.", &self.prompt_lengths),
-            ("rollout:request_generation_tokens", "Tokens of a sample.", &self.completion_lengths),
         ];
         for (name, help, histogram) in histograms {
             text.begin(name, "histogram", help);
             text.histogram(&[], histogram);
         }
+        text.begin("rollout:request_prompt_tokens", "histogram", "Prompt tokens of a request.");
+        text.histogram_up_to(longest, &[], prompts);
+        text.begin("rollout:request_generation_tokens", "histogram", "Tokens of a sample.");
+        text.histogram_up_to(longest, &[], &self.completion_lengths);
     }
 
-    fn steps(&self, text: &mut Exposition, timeline: &Timeline) {
+    fn step_tokens(&self, text: &mut Exposition<'_>) {
+        text.begin("rollout:iteration_tokens_total", "histogram", "Tokens that a step computes.");
+        text.histogram(&[], &self.step_tokens);
+    }
+
+    fn sleep_state(&self, text: &mut Exposition<'_>) {
+        text.begin("rollout:engine_sleep_state", G, "1 for the depth of the sleep, 0 for all others.");
+        for state in SleepState::ALL {
+            text.sample(&[("sleep_state", state.name())], u8::from(self.sleep_state.get() == state.index()));
+        }
+    }
+
+    fn steps(&self, text: &mut Exposition<'_>, timeline: &Timeline) {
         text.begin("rollout:step_time_seconds", "histogram", "Time of a step, by what it computes.");
         for (kind, histogram) in StepKind::ALL.iter().zip(&self.step_time) {
             text.histogram(&[("kind", kind.name())], histogram);
         }
-        text.begin("rollout:iteration_tokens_total", "histogram", "Tokens that a step computes.");
-        text.histogram(&[], &self.step_tokens);
         text.begin("rollout:step_samples", "histogram", "Sequences of a step.");
         text.histogram(&[], &self.step_samples);
         text.begin("rollout:engine_seconds_total", C, "Time of the engine since the start, by phase.");
@@ -105,7 +155,7 @@ impl Metrics {
         })
     }
 
-    fn pushes(&self, text: &mut Exposition) {
+    fn pushes(&self, text: &mut Exposition<'_>) {
         text.begin("rollout:push_total", C, "Pushes that have ended, by kind, transport and outcome.");
         for ([kind, transport], push) in self.each_push() {
             text.sample(&[kind, transport, ("outcome", "applied")], push.applied.get());
@@ -113,7 +163,7 @@ impl Metrics {
         }
         text.begin("rollout:push_bytes_total", C, "Bytes of applied pushes.");
         self.each_push().for_each(|(labels, push)| text.sample(&labels, push.bytes.get()));
-        let histogram = |text: &mut Exposition, name, help, of: fn(&super::PushMetrics) -> &Histogram| {
+        let histogram = |text: &mut Exposition<'_>, name, help, of: fn(&super::PushMetrics) -> &Histogram| {
             text.begin(name, "histogram", help);
             self.each_push().for_each(|(labels, push)| text.histogram(&labels, of(push)));
         };
@@ -129,14 +179,10 @@ impl Metrics {
         );
     }
 
-    fn sleeps(&self, text: &mut Exposition) {
+    fn sleeps(&self, text: &mut Exposition<'_>) {
         text.begin("rollout:lifecycle", G, "1 for the state of the lifecycle, 0 for all others.");
         for state in Lifecycle::ALL {
             text.sample(&[("state", state.name())], u8::from(self.lifecycle.get() == state.index()));
-        }
-        text.begin("rollout:engine_sleep_state", G, "1 for the depth of the sleep, 0 for all others.");
-        for state in SleepState::ALL {
-            text.sample(&[("sleep_state", state.name())], u8::from(self.sleep_state.get() == state.index()));
         }
         text.begin("rollout:sleep_seconds", "histogram", "Time to give memory back, by the level of the sleep.");
         for (level, histogram) in ["1", "2"].into_iter().zip(&self.sleep_time) {
@@ -153,7 +199,7 @@ impl Metrics {
         text.single("rollout:wake_bytes_total", C, "Bytes taken again by wakes, as reserved.", self.woken_bytes.get());
     }
 
-    fn memory(&self, text: &mut Exposition, facts: &ServerFacts) {
+    fn memory(&self, text: &mut Exposition<'_>, facts: &ServerFacts) {
         let [device, host] = &self.ledgers;
         let [names, help] = [
             ["rollout:memory_bytes", "rollout:memory_ceiling_bytes", "rollout:memory_total_bytes"],
@@ -179,7 +225,7 @@ impl Metrics {
         text.single("process_resident_memory_bytes", G, help, facts.resident_bytes);
     }
 
-    fn server(&self, text: &mut Exposition, facts: &ServerFacts) {
+    fn server(&self, text: &mut Exposition<'_>, facts: &ServerFacts) {
         text.single("rollout:connections", G, "Open connections.", self.connections.get());
         text.begin("grpc_server_handled_total", C, "gRPC calls that have ended, by status.");
         for ([service, method, code], count) in self.grpc_calls.snapshot() {
@@ -195,8 +241,8 @@ impl Metrics {
         text.single("rollout:log_lines_dropped_total", C, help, facts.log_lines_dropped);
         text.begin("rollout:build_info", G, "1, with the server's version.");
         text.sample(&[("version", env!("CARGO_PKG_VERSION"))], 1);
-        if !facts.info.is_empty() {
-            let labels: Vec<(&str, &str)> = facts.info.iter().map(|(name, value)| (*name, value.as_str())).collect();
+        if let Some(served) = &facts.served {
+            let labels: Vec<(&str, &str)> = served.info.iter().map(|(name, value)| (*name, value.as_str())).collect();
             text.begin("rollout:server_info", G, "1, with the model and how it is served.");
             text.sample(&labels, 1);
         }
@@ -209,25 +255,30 @@ impl Metrics {
     }
 }
 
-/// Writes the numbers that the engine publishes.
-fn engine(text: &mut Exposition, stats: &EngineStats) {
+/// Writes the numbers that the engine publishes; under vLLM's names those that vLLM has.
+fn engine(text: &mut Exposition<'_>, stats: &EngineStats) {
     for (stat, value) in ENGINE_STATS.iter().zip(stats.values()) {
-        if let Some((kind, name)) = stat.metric {
+        if let Some((kind, name)) = stat.metric.filter(|_| stat.is_vllms || text.vllm_model.is_none()) {
             text.single(name, kind, stat.help, value);
         }
     }
 }
 
-/// Writes the numbers of the prefix cache and its blocks, under vLLM's names.
-fn cache(text: &mut Exposition, stats: &EngineStats) {
+/// Writes the numbers of the prefix cache.
+fn cache(text: &mut Exposition<'_>, stats: &EngineStats) {
     let help = "Prompt tokens looked for in the prefix cache.";
     text.single("rollout:prefix_cache_queries_total", C, help, stats.prompt_tokens);
     let help = "Prompt tokens found in the prefix cache.";
     text.single("rollout:prefix_cache_hits_total", C, help, stats.cached_tokens);
+    let used = stats.total_blocks.saturating_sub(stats.free_blocks);
+    let share = if used == 0 { 0.0 } else { used as f64 / stats.total_blocks as f64 };
+    text.single("rollout:kv_cache_usage_perc", G, "Share of KV blocks that sequences hold, from 0 to 1.", share);
+}
+
+/// Writes the KV blocks by their state.
+fn blocks(text: &mut Exposition<'_>, stats: &EngineStats) {
     let &EngineStats { total_blocks: total, free_blocks: free, cached_blocks: cached, .. } = stats;
     let used = total.saturating_sub(free);
-    let share = if total == 0 { 0.0 } else { used as f64 / total as f64 };
-    text.single("rollout:kv_cache_usage_perc", G, "Share of KV blocks that sequences hold, from 0 to 1.", share);
     text.begin("rollout:kv_cache_blocks", G, "KV blocks: held by sequences, free with a cached prefix, free.");
     for (state, blocks) in [("used", used), ("cached", cached), ("free", free.saturating_sub(cached))] {
         text.sample(&[("state", state)], blocks);
@@ -235,11 +286,34 @@ fn cache(text: &mut Exposition, stats: &EngineStats) {
 }
 
 /// Writes a ledger as three metrics: its entries, its ceiling, and the total memory.
-fn ledger(text: &mut Exposition, report: &MemoryReport, names: [&'static str; 3], help: [&str; 3]) {
+fn ledger(text: &mut Exposition<'_>, report: &MemoryReport, names: [&'static str; 3], help: [&str; 3]) {
     text.begin(names[0], G, help[0]);
     for (used_for, bytes) in &report.entries {
         text.sample(&[("use", used_for.name())], bytes);
     }
     text.single(names[1], G, help[1], report.ceiling);
     text.single(names[2], G, help[2], report.total);
+}
+
+/// Writes vLLM's facts of the KV cache that this server has too, once the engine has published its blocks.
+fn cache_config(text: &mut Exposition<'_>, stats: &EngineStats, served: &ServedFacts) {
+    if stats.total_blocks == 0 {
+        return;
+    }
+    let tokens = stats.total_blocks * served.block_size;
+    let [blocks, block_size] = [stats.total_blocks, served.block_size].map(|n| n.to_string());
+    let concurrency = tokens as f64 / served.max_model_len.max(1) as f64;
+    text.begin("vllm:cache_config_info", G, "1, with the configuration of the KV cache.");
+    text.sample(
+        &[
+            ("block_size", &block_size),
+            ("cache_dtype", &served.dtype),
+            ("enable_prefix_caching", "True"),
+            ("engine", "0"),
+            ("kv_cache_max_concurrency", &format!("{concurrency:?}")),
+            ("kv_cache_size_tokens", &tokens.to_string()),
+            ("num_gpu_blocks", &blocks),
+        ],
+        1,
+    );
 }

@@ -131,6 +131,7 @@ impl Scheduler {
         sequence.matched = matched;
         sequence.add_draft(draft, masks, &mut builder.plan.sequences[place]);
         builder.budget -= draft.len();
+        self.stats.drafts += u64::from(!draft.is_empty());
         self.stats.drafted_tokens += draft.len() as u64;
     }
 }

@@ -39,11 +39,12 @@ fn right_drafts_save_steps_and_change_nothing() {
     let results = [Speculation::OFF, Speculation::AUTO, EAGER].map(|speculation| {
         let mut harness = repeating(config(speculation), 50);
         harness.add(vec![cyclic(key(0, 0), 1, 60)]).expect("room");
-        let steps = harness.run().len();
-        let stats = harness.scheduler.stats();
+        let plans = harness.run();
+        let (steps, stats) = (plans.len(), harness.scheduler.stats());
         assert_eq!(steps as u64, 60 - stats.accepted_tokens);
+        assert_eq!(stats.drafts, plans.iter().filter(|plan| drafts(plan) > 0).count() as u64);
         assert_eq!(stats.generated_tokens, 60);
-        assert!(stats.accepted_tokens <= stats.drafted_tokens);
+        assert!(stats.accepted_tokens <= stats.drafted_tokens && stats.drafts <= stats.drafted_tokens);
         (steps, harness.results)
     });
     assert_eq!(results[0].0, 60);

@@ -13,7 +13,7 @@ use utoipa::{IntoParams, ToSchema};
 use super::{AppState, HttpResult};
 use crate::error::Error;
 use crate::memory::{open_files_limit, resident_bytes};
-use crate::observe::ServerFacts;
+use crate::observe::{ServedFacts, ServerFacts};
 use crate::server::{convert, pb};
 
 /// Content type of Prometheus' text format.
@@ -50,21 +50,28 @@ pub(super) async fn version() -> Json<Version> {
 pub(super) async fn metrics(State(AppState { server, .. }): State<AppState>) -> Response {
     let observer = &server.observer;
     let context = server.context().ok();
-    let info = context.as_ref().map_or_else(Vec::new, |context| {
+    let served = context.as_ref().map(|context| {
         let info = &context.info;
-        vec![
-            ("model", info.model.clone()),
-            ("architecture", info.architecture.clone()),
-            ("dtype", info.dtype.clone()),
-            ("device", info.device.clone()),
-            ("kernel", info.kernel.clone()),
-            ("tensor_parallel_size", info.tensor_parallel_size.to_string()),
-        ]
+        ServedFacts {
+            info: vec![
+                ("model", info.model.clone()),
+                ("architecture", info.architecture.clone()),
+                ("dtype", info.dtype.clone()),
+                ("device", info.device.clone()),
+                ("kernel", info.kernel.clone()),
+                ("tensor_parallel_size", info.tensor_parallel_size.to_string()),
+            ],
+            model_name: info.model.clone(),
+            dtype: info.dtype.clone(),
+            block_size: info.block_size.into(),
+            max_model_len: context.model.max_model_len as u64,
+        }
     });
     let text = observer.metrics.render(
         &observer.timeline,
+        &observer.metric_names,
         &ServerFacts {
-            info,
+            served,
             panics: server.panics.count(),
             log_lines_dropped: observer.logs.as_ref().map_or(0, |logs| logs.dropped()),
             resident_bytes: resident_bytes(),

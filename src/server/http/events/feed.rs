@@ -13,7 +13,7 @@ use tokio::sync::{Semaphore, watch};
 use crate::engine::{Command, EngineHandle, RequestList, RequestStatus};
 use crate::error::shown;
 use crate::memory::{MemoryReport, resident_bytes};
-use crate::observe::{ErrorNote, Follower, Phase, PushNote, Span};
+use crate::observe::{ErrorNote, Follower, Histogram, Phase, PushNote, Span};
 use crate::server::security::Caller;
 use crate::server::{ServerState, ServingContext};
 use crate::types::ENGINE_STATS;
@@ -62,6 +62,8 @@ impl Feed {
         self.member(&mut event, "server", &self.server(context.as_deref()));
         if !news.has_more {
             self.member(&mut event, "engine", &self.engine());
+            self.member(&mut event, "latencies", &self.latencies());
+            self.member(&mut event, "outcomes", &self.outcomes());
             self.member(&mut event, "memory", &self.memory(context.as_deref()));
             self.member(&mut event, "pushes", &self.pushes());
             self.member(&mut event, "errors", &self.errors());
@@ -116,6 +118,17 @@ impl Feed {
         members.extend(numbers.map(|(stat, value)| (stat.name.to_owned(), json!(value))));
         members.insert("panics".into(), json!(self.server.panics.count() + stats.internal_errors));
         members.into()
+    }
+
+    /// The buckets that have values: both bounds in seconds, of which the last may have no upper one, and the count.
+    fn latencies(&self) -> Value {
+        let [first_token, next_token] = self.server.observer.metrics.token_times().map(Histogram::buckets);
+        json!({ "first_token": first_token, "next_token": next_token })
+    }
+
+    /// Number of requests that have ended, by outcome.
+    fn outcomes(&self) -> Value {
+        self.server.observer.metrics.outcomes().map(|(outcome, n)| (outcome.to_owned(), json!(n))).collect()
     }
 
     /// The ledger in bytes, beside what the process really takes.
@@ -279,7 +292,8 @@ mod tests {
         let mut feed = Feed::new(&server, RequestListCache::default(), Caller::default());
         let first = event(&mut feed);
         let members: Vec<_> = first.as_object().expect("an object").keys().map(String::as_str).collect();
-        assert_eq!(members, ["now", "spans", "server", "engine", "memory", "pushes", "errors", "requests"]);
+        let all = ["engine", "latencies", "outcomes", "memory", "pushes", "errors", "requests"];
+        assert_eq!(members, [&["now", "spans", "server"], &all[..]].concat());
         assert_eq!(first["engine"]["lifecycle"], "starting");
         let load = first["spans"]["engine"][0].as_array().expect("a row");
         assert_eq!((load.len(), &first["server"]["phases"][0]), (11, &json!("load")));
@@ -288,11 +302,18 @@ mod tests {
         recorder.enter(Phase::Idle, Instant::now());
         let second = event(&mut feed);
         assert_eq!(second["spans"]["engine"].as_array().expect("rows").len(), 2);
-        for name in ["engine", "errors", "pushes", "requests", "server"] {
+        for name in ["engine", "errors", "latencies", "outcomes", "pushes", "requests", "server"] {
             assert!(second.get(name).is_none(), "{name} is as it was");
         }
         observer.journal.error(&Error::NotFound("x".into()), None);
         assert_eq!(event(&mut feed)["errors"][0]["error"]["kind"], "not_found");
+
+        observer.metrics.next_token(Duration::from_millis(25));
+        observer.metrics.next_token(Duration::from_secs(3600));
+        observer.metrics.request_failed(&Error::NotFound("x".into()));
+        let third = event(&mut feed);
+        assert_eq!(third["latencies"]["next_token"], json!([[0.02, 0.025, 1], [80.0, null, 1]]));
+        assert_eq!(third["outcomes"], json!({ "not_found": 1 }));
     }
 
     #[test]

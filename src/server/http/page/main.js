@@ -2,6 +2,7 @@
 
 import { Feed } from "./feed.js";
 import { byId, duration, write } from "./format.js";
+import { Latencies } from "./latencies.js";
 import * as panels from "./panels.js";
 import { Timeline } from "./timeline.js";
 
@@ -9,6 +10,7 @@ const TOKEN = "rollout-token";
 const HINT = byId("span").textContent;
 
 const timeline = new Timeline();
+const latencies = new Latencies();
 let state = {};
 let isDrawing = false;
 let pointer = null;
@@ -18,10 +20,12 @@ const feed = new Feed(take, report);
 function take(event) {
   if (event.server && event.server.started !== state.server?.started) {
     timeline.clear();
+    latencies.clear();
     state = {};
   }
   if (event.server) timeline.phases = event.server.phases;
   timeline.take(event.now, event.spans);
+  if (event.latencies) latencies.take(event.now, event.latencies);
   const { now, spans, ...members } = event;
   Object.assign(state, members);
   for (const name of Object.keys(members)) refresh(name);
@@ -37,6 +41,8 @@ function refresh(name) {
     panels.memory(state.memory);
   } else if (name === "requests") {
     panels.requests(state.requests);
+  } else if (name === "outcomes") {
+    panels.outcomes(state.outcomes);
   } else if (name === "errors") {
     panels.errors(state.errors);
   }
@@ -60,6 +66,10 @@ function draw() {
     timeline.draw(byId("chart"));
     const shown = duration((timeline.now - timeline.from) / 1e9);
     panels.rate(timeline.rate(), timeline.rate(timeline.from), shown, engine);
+    for (const name of ["first_token", "next_token"]) {
+      panels.latency(name, latencies.quantiles(name, timeline.from, [0.5, 0.99]), shown);
+    }
+    write("push-ends", panels.pushEnds(timeline.pushEnds()));
     point();
   });
 }

@@ -24,6 +24,7 @@ const FILES: &[(&str, &str, &str)] = &[
     ("main.js", SCRIPT, include_str!("main.js")),
     ("feed.js", SCRIPT, include_str!("feed.js")),
     ("timeline.js", SCRIPT, include_str!("timeline.js")),
+    ("latencies.js", SCRIPT, include_str!("latencies.js")),
     ("panels.js", SCRIPT, include_str!("panels.js")),
     ("format.js", SCRIPT, include_str!("format.js")),
 ];

@@ -82,9 +82,39 @@ export function tiles(engine, server) {
 
   big("hits", percent(share(engine.cached_tokens, engine.prompt_tokens)), "of prompt tokens");
   const more = [`${count(engine.cached_tokens)} of ${count(engine.prompt_tokens)} found`];
-  if (engine.drafted_tokens > 0) more.push(`${percent(share(engine.accepted_tokens, engine.drafted_tokens))} of drafts right`);
   if (engine.preemptions > 0) more.push(counted(engine.preemptions, "preemption"));
   write("hits-more", more.join(" · "));
+
+  const { drafts, drafted_tokens: drafted, accepted_tokens: accepted } = engine;
+  big("drafts", drafted > 0 ? percent(share(accepted, drafted)) : "–", "accepted");
+  write(
+    "drafts-more",
+    drafts > 0 ? `of ${counted(drafted, "draft token")} · ${(accepted / drafts).toFixed(1)} per draft` : "No drafts yet.",
+  );
+}
+
+// The median of a latency, and the 99th percentile.
+export function latency(name, { isWhole, values: [median, highest] }, shown) {
+  big(name, median === null ? "–" : duration(median), "median");
+  const words = isWhole ? "since the start" : `in the last ${shown}`;
+  write(`${name}-more`, median === null ? `No tokens ${words}.` : `99th percentile ${duration(highest)} · ${words}`);
+}
+
+// The requests that have ended, by how.
+export function outcomes({ finished = 0, aborted = 0, ...failed }) {
+  const kinds = Object.entries(failed).sort((a, b) => b[1] - a[1]);
+  const sum = kinds.reduce((all, [, n]) => all + n, 0);
+  big("failures", count(sum), `of ${counted(finished + aborted + sum, "request")}`);
+  if (aborted > 0) kinds.push(["aborted", aborted]);
+  write("failures-more", kinds.map(([kind, n]) => `${count(n)} ${kind.replaceAll("_", " ")}`).join(" · ") || "None.");
+}
+
+// The marks of pushes in the timeline, for people who do not see it.
+export function pushEnds(ends) {
+  const failed = ends.filter(({ version }) => version === null).length;
+  const applied = ends.filter(({ version }) => version !== null).map(({ version }) => `version ${version}`);
+  const parts = [...applied, ...(failed > 0 ? [`${count(failed)} failed`] : [])];
+  return parts.length > 0 ? `Pushes: ${parts.join(", ")}.` : "";
 }
 
 export function rate(now, mean, shown, engine) {

@@ -2,8 +2,8 @@
 
 import { byId, bytes, count, counted, duration, element, percent, share, swatch } from "./format.js";
 
-const SECOND = 1e9; // Times are nanoseconds since the server's start.
-const KEEP_SECONDS = 15 * 60;
+export const SECOND = 1e9; // Times are nanoseconds since the server's start.
+export const KEEP_SECONDS = 15 * 60;
 const RATE_SECONDS = 3;
 
 // What each phase is called, and what it means where the engine does not compute.
@@ -146,6 +146,14 @@ export class Timeline {
     return time;
   }
 
+  // The ends of the pushes that are shown: the time, and the version that an applied push has made.
+  pushEnds() {
+    const { spans } = this.pushes;
+    const isLast = (span, i) => span.end !== null && span.end >= this.from && spans[i + 1]?.push !== span.push;
+    const version = ({ phase, version }) => (phase === "push_commit" && version > 0 ? version : null);
+    return spans.filter(isLast).map((span) => ({ at: span.end, version: version(span) }));
+  }
+
   // Why the device is idle, in a sentence.
   sentence() {
     const [whole, times] = [this.now - this.from, this.engine.times(this.from, this.now)];
@@ -226,6 +234,7 @@ export class Timeline {
     context.fillStyle = line;
     context.fillRect(0, bottom, width, 1);
     axis(context, { width, bottom, seconds: (now - from) / SECOND }, text);
+    marks(context, this.pushEnds(), x, { top: lanes[1].top, bottom });
     this.#lanes = { lanes, x };
   }
 
@@ -302,6 +311,22 @@ function curve(context, values, { width, top, bottom }, stroke) {
   context.globalAlpha = 0.16;
   context.fill();
   context.globalAlpha = 1;
+}
+
+// A line at the end of each push, with the version that it has made where there is room.
+function marks(context, ends, x, { top, bottom }) {
+  let free = context.measureText("Pushes").width + 8;
+  for (const { at, version } of ends) {
+    context.fillStyle = color(version === null ? "bad" : "push_commit");
+    context.globalAlpha = 0.55;
+    context.fillRect(x(at), top, 1, bottom - top);
+    context.globalAlpha = 1;
+    const words = version === null ? "failed" : `v${version}`;
+    const left = x(at) - context.measureText(words).width;
+    if (left < free) continue;
+    context.fillText(words, left, top - 5);
+    free = x(at) + 8;
+  }
 }
 
 // Ticks of time, which end with now.
