@@ -1,6 +1,7 @@
 //! `/v1/chat/completions`: the model's answers to a chat, and the tool calls in them.
 
 mod answers;
+mod message;
 mod prompt;
 mod render;
 mod tools;
@@ -20,8 +21,9 @@ use crate::memory::Traffic;
 use crate::server::http::{AppState, HttpResult, JsonBody, members, sample};
 use crate::server::{ServingContext, pb};
 use crate::text::ToolFormat;
+use message::ChatOptions;
 use tools::{MAX_SHOWN, ToolCalling};
-use writer::{ChatOptions, ChatWriter};
+use writer::ChatWriter;
 
 pub(in crate::server::http) use prompt::ChatPrompt;
 pub(in crate::server::http) use render::*;
