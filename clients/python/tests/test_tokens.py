@@ -76,6 +76,7 @@ ROUTES = {
     "POST /v1/chat/completions/render": "generate",
     "POST /tokenize": "generate",
     "POST /detokenize": "generate",
+    "GET /tokenizer_info": "generate",
     "GET /server_info": "generate",
     "GET /get_world_size": "generate",
     "GET /load": "generate",

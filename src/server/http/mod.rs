@@ -80,6 +80,7 @@ fn table() -> impl Iterator<Item = (Role, Route)> {
         (Role::Generate, routes!(openai::chat::render)),
         (Role::Generate, routes!(openai::tokens::tokenize)),
         (Role::Generate, routes!(openai::tokens::detokenize)),
+        (Role::Generate, routes!(openai::tokens::tokenizer_info)),
         (Role::Anyone, routes!(page::page)),
         (Role::Anyone, routes!(page::part)),
     ];
