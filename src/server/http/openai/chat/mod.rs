@@ -2,6 +2,7 @@
 
 mod answers;
 mod message;
+mod messages;
 mod prompt;
 mod render;
 mod tools;
@@ -21,30 +22,32 @@ use crate::memory::Traffic;
 use crate::server::http::{AppState, HttpResult, JsonBody, members, sample};
 use crate::server::{ServingContext, pb};
 use crate::text::ToolFormat;
-use message::ChatOptions;
 use tools::{MAX_SHOWN, ToolCalling};
 use writer::ChatWriter;
 
+pub(in crate::server::http) use message::*;
+pub(in crate::server::http) use messages::*;
 pub(in crate::server::http) use prompt::ChatPrompt;
 pub(in crate::server::http) use render::*;
+pub(in crate::server::http) use tools::typed;
 
 members! {
     /// The body.
     pub(in crate::server::http) struct ChatRequest {
         /// Maximum tokens of a sample (default: the rest of the context).
-        max_tokens: u32,
+        pub(in crate::server::http) max_tokens: u32,
         /// Same as `max_tokens`, and takes precedence over it.
-        max_completion_tokens: u32,
+        pub(in crate::server::http) max_completion_tokens: u32,
         /// Whether to report log-probabilities (default: false).
         #[schema(value_type = Option<bool>)]
-        logprobs: Box<RawValue>,
+        pub(in crate::server::http) logprobs: Box<RawValue>,
         /// How many most likely tokens to report beside each sampled one (default: 0).
-        top_logprobs: u32,
+        pub(in crate::server::http) top_logprobs: u32,
         /// Whether the model may call a tool: `auto`, `none`, `required`, or an object that names one (default: auto).
         #[schema(value_type = Option<serde_json::Value>)]
-        tool_choice: Box<RawValue>,
-        ..prompt: ChatPrompt,
-        ..sampling: Sampling,
+        pub(in crate::server::http) tool_choice: Box<RawValue>,
+        ..pub(in crate::server::http) prompt: ChatPrompt,
+        ..pub(in crate::server::http) sampling: Sampling,
     } rejects [
         "audio", "chat_template", "echo", "function_call", "functions", "modalities", "prediction", "reasoning_effort",
         "web_search_options"
@@ -74,7 +77,7 @@ pub(in crate::server::http) async fn chat_completions(
 ///
 /// # Errors
 /// `InvalidArgument` for members whose values only HTTP's bodies can have.
-fn message(
+pub(in crate::server::http) fn message(
     body: ChatRequest,
     id: Option<String>,
     context: &ServingContext,
