@@ -10,6 +10,7 @@ use std::time::Duration;
 
 use clap::ValueEnum;
 use rollout_kernels::{DeviceOptions, Devices, ModelShape, StorageDtype};
+use serde_json::Value as Json;
 
 use crate::cache::KvCacheManager;
 use crate::clock::Clock;
@@ -22,7 +23,7 @@ use crate::model::{Build, Decoder, Parameterized};
 use crate::observe::{Observer, Recorder};
 use crate::scheduler::{Scheduler, SchedulerConfig, Speculation};
 use crate::server::{ModelFacts, PromptEncoder, ServingContext, pb};
-use crate::text::{ChatTemplate, Tokenizer};
+use crate::text::{ChatTemplate, Tokenizer, read_tokenizer_config, tokenizer_info};
 use crate::weights::{
     BROADCAST_BUFFER_BYTES, Checkpoint, Dtype, ModelFiles, ModelSource, Parameters, Partition, Sources, TokenizerFiles,
     largest_broadcast,
@@ -30,16 +31,18 @@ use crate::weights::{
 use memory::Plan;
 use ranks::{CommunicatorPlan, Ingredients, LoadProgress, start_ranks};
 
-/// The tokenizer and chat template of the model; `None` for a model without a tokenizer, which serves token ids only.
-fn open_encoder(files: &TokenizerFiles, config: &Config) -> Result<Option<Arc<PromptEncoder>>> {
+/// The tokenizer and chat template of the model, and their configuration as JSON; `None` for a model without a
+/// tokenizer, which serves token ids only.
+fn open_encoder(files: &TokenizerFiles, config: &Config) -> Result<Option<(Arc<PromptEncoder>, String)>> {
     let given = config.chat_template.as_deref();
-    let (tokenizer, chat_template) = match files {
+    let (tokenizer, chat_template, tokenizer_config) = match files {
         TokenizerFiles::Gguf(metadata) => {
-            (Some(Tokenizer::from_gguf(metadata)?), ChatTemplate::from_gguf(metadata, given)?)
+            (Some(Tokenizer::from_gguf(metadata)?), ChatTemplate::from_gguf(metadata, given)?, Json::Null)
         }
         TokenizerFiles::HuggingFace { tokenizer_json, tokenizer_config_json, chat_template } => (
             tokenizer_json.exists().then(|| Tokenizer::from_file(tokenizer_json)).transpose()?,
             ChatTemplate::from_files(tokenizer_config_json.as_deref(), given.or(chat_template.as_deref()))?,
+            read_tokenizer_config(tokenizer_config_json.as_deref())?,
         ),
     };
     if tokenizer.is_some() && chat_template.is_none() {
@@ -47,7 +50,8 @@ fn open_encoder(files: &TokenizerFiles, config: &Config) -> Result<Option<Arc<Pr
             "the model has no chat template: prompts of chat messages are rejected; give one with --chat-template FILE"
         );
     }
-    Ok(tokenizer.map(|tokenizer| Arc::new(PromptEncoder::new(Arc::new(tokenizer), chat_template))))
+    let info = tokenizer_info(tokenizer_config, chat_template.as_ref().map(ChatTemplate::source)).to_string();
+    Ok(tokenizer.map(|tokenizer| (Arc::new(PromptEncoder::new(Arc::new(tokenizer), chat_template)), info)))
 }
 
 /// The sizes, precisions and devices that all ranks share.
@@ -79,7 +83,7 @@ pub fn start(config: &Config, observer: Observer, recorder: Recorder) -> Result<
     model.check_tensor_parallel(config.tp)?;
     let layout = Layout::new(config, &model)?;
     let communicators = CommunicatorPlan::of_ranks(&layout.devices, config.tp, config.all_reduce)?;
-    let encoder = open_encoder(&files.tokenizer, config)?;
+    let (encoder, tokenizer_info) = open_encoder(&files.tokenizer, config)?.unzip();
     encoder.iter().for_each(|encoder| encoder.prepare_grammars(model.vocab_size));
 
     let mut decoders: Vec<_> = (0..layout.world)
@@ -126,6 +130,7 @@ pub fn start(config: &Config, observer: Observer, recorder: Recorder) -> Result<
         max_model_len: layout.max_model_len,
         eos_token_ids: model.eos_token_ids,
         encoder,
+        tokenizer_info: tokenizer_info.unwrap_or_default().into(),
     };
     let context = ServingContext {
         model: Arc::new(model),

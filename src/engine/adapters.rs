@@ -64,24 +64,29 @@ impl Adapters {
         Ok(generation)
     }
 
-    /// Checks that an adapter may get the name of `target`.
+    /// Checks that an adapter may get the name of `target` and finds a slot. Returns the name of the adapter that has
+    /// to leave its slot first, if one has to.
     ///
     /// # Errors
-    /// `VersionConflict` if the name has another generation, `ResourceExhausted` if there is no free slot.
-    pub fn check_target<X: Executor>(&self, core: &EngineCore<X>, target: &AdapterTarget) -> Result<()> {
+    /// `VersionConflict` if the name has another generation, `ResourceExhausted` if there is no slot.
+    pub fn check_target<X: Executor>(&self, core: &EngineCore<X>, target: &AdapterTarget) -> Result<Option<String>> {
         let old = self.named(&target.name).map_or(0, |old| old.status.generation);
         check_generation(&target.name, old, target.expected_generation)?;
         // The adapter that has the name frees its slot if no request uses it.
         let occupied = self.resident.len() - usize::from(old != 0 && core.leases(old) == 0);
-        if occupied >= self.max_adapters {
-            return Err(Error::ResourceExhausted(format!(
+        if occupied < self.max_adapters {
+            return Ok(None);
+        }
+        let idle = self.resident.iter().map(|resident| &resident.status);
+        let idle = idle.filter(|status| target.evicts && !status.retired && core.leases(status.generation) == 0);
+        idle.min_by_key(|status| status.last_use).map(|status| Some(status.name.clone())).ok_or_else(|| {
+            Error::ResourceExhausted(format!(
                 "adapter: {:?} finds no free slot of --max-adapters {} ({}); remove one first",
                 target.name,
                 self.max_adapters,
                 self.describe(core),
-            )));
-        }
-        Ok(())
+            ))
+        })
     }
 
     fn check_rank(&self, rank: usize) -> Result<()> {
@@ -92,8 +97,8 @@ impl Adapters {
         Ok(())
     }
 
-    /// Makes an adapter resident and returns its generation. An adapter that had its name retires, even if the device
-    /// then has no memory for the new one.
+    /// Makes an adapter resident and returns its generation. An adapter that had its name, or has to leave its slot,
+    /// retires, even if the device then has no memory for the new one.
     pub fn add<X: Executor>(
         &mut self,
         core: &mut EngineCore<X>,
@@ -103,9 +108,13 @@ impl Adapters {
     ) -> Attempt<u64> {
         adapter.check_unmerged().map_err(Failure::Refused)?;
         self.check_rank(adapter.rank()).map_err(Failure::Refused)?;
-        self.check_target(core, target).map_err(Failure::Refused)?;
+        let evicted = self.check_target(core, target).map_err(Failure::Refused)?;
         let order = WeightOrder::AddAdapter { generation: self.next_generation, adapter: adapter.clone() };
         core.check_order(&order)?;
+        if let Some(evicted) = evicted {
+            tracing::info!(adapter = evicted, "removing the least recently used adapter for {:?}", target.name);
+            self.retire(&evicted);
+        }
         let generation = self.insert(&target.name, &adapter, directory);
         self.drop_unused(core).map_err(Failure::Fatal)?;
         match core.executor.write(order) {

@@ -295,7 +295,7 @@ fn check_header<X: Executor>(core: &EngineCore<X>, adapters: &Adapters, header: 
     }
     core.state.check_push(push_kind(header))?;
     if let Some(target) = &header.adapter {
-        return adapters.check_target(core, target);
+        return adapters.check_target(core, target).map(|_| ());
     }
     new_version(core, header)?;
     if header.running == RunningPolicy::Wait && core.is_frozen() {

@@ -8,6 +8,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::task::Poll;
 use std::time::Duration;
 
+use bytes::Bytes;
 use tokio::sync::watch;
 
 use super::encoder::PromptEncoder;
@@ -52,6 +53,8 @@ pub struct ModelFacts {
     pub eos_token_ids: Vec<TokenId>,
     /// Encodes prompts of text; None if the model has no tokenizer, so that requests must use token ids.
     pub encoder: Option<Arc<PromptEncoder>>,
+    /// The configuration of the tokenizer and the chat template, as JSON; empty without a tokenizer.
+    pub tokenizer_info: Bytes,
 }
 
 impl ModelFacts {

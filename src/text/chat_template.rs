@@ -53,6 +53,7 @@ pub struct Conversation {
 /// [`std::sync::Arc`].
 #[derive(Debug)]
 pub struct ChatTemplate {
+    source: String,
     program: Program,
     /// Text of each special token by its variable in the template: `bos_token`, `eos_token` and so on.
     special_tokens: BTreeMap<String, String>,
@@ -72,8 +73,8 @@ impl ChatTemplate {
         environment.add_function("strftime_now", strftime_now);
         environment.add_filter("tojson", tojson::tojson);
         let (takes_parts, tool_format) = (loops_over_content(&source), ToolFormat::of_template(&source));
-        let program = Program::new(NAME, source, environment)?;
-        Ok(Self { program, special_tokens, takes_parts, tool_format })
+        let program = Program::new(NAME, source.clone(), environment)?;
+        Ok(Self { source, program, special_tokens, takes_parts, tool_format })
     }
 
     /// Reads the template of a Hugging Face directory: `chat_template.jinja` if there is one, else `chat_template` in
@@ -82,11 +83,7 @@ impl ChatTemplate {
     /// # Errors
     /// `Config` if a file cannot be read or parsed.
     pub fn from_files(tokenizer_config: Option<&Path>, chat_template: Option<&Path>) -> Result<Option<Self>> {
-        let config: Json = match tokenizer_config {
-            None => Json::Null,
-            Some(path) => serde_json::from_str(&read(path)?)
-                .map_err(|e| Error::Config(format!("{}: not JSON: {e}", path.display())))?,
-        };
+        let config = read_tokenizer_config(tokenizer_config)?;
         let source = match chat_template {
             Some(path) => Some(read(path)?),
             None => template_of_config(&config["chat_template"])?,
@@ -114,6 +111,10 @@ impl ChatTemplate {
             })
             .collect();
         Self::new(source, special_tokens).map(Some)
+    }
+
+    pub fn source(&self) -> &str {
+        &self.source
     }
 
     /// The format in which the template shows tool calls to the model; None if that is not known.
@@ -148,6 +149,15 @@ impl ChatTemplate {
             None => Ok((text, charge)),
         }
     }
+}
+
+/// `tokenizer_config.json`, or null if the model has none.
+///
+/// # Errors
+/// `Config` if the file cannot be read or parsed.
+pub fn read_tokenizer_config(path: Option<&Path>) -> Result<Json> {
+    let Some(path) = path else { return Ok(Json::Null) };
+    serde_json::from_str(&read(path)?).map_err(|e| Error::Config(format!("{}: not JSON: {e}", path.display())))
 }
 
 /// Whether a template has a loop over the parts of a message's content.

@@ -5,10 +5,12 @@ mod detokenizer;
 mod gguf;
 mod stop;
 mod tokenizer;
+mod tokenizer_info;
 mod tool_calls;
 
-pub use chat_template::{ChatTemplate, Conversation};
+pub use chat_template::{ChatTemplate, Conversation, read_tokenizer_config};
 pub use detokenizer::IncrementalDetokenizer;
 pub use stop::{StopMatcher, StopStrings};
 pub use tokenizer::Tokenizer;
+pub use tokenizer_info::tokenizer_info;
 pub use tool_calls::{Piece, ToolCall, ToolFormat, ToolParser};

@@ -113,7 +113,7 @@ fn work_below_the_ceiling() {
         push("another", Push::full(&others));
         push("a DELTA", delta(&engine));
         push("an adapter on pushed weights", Push::lora("peft/rslora_patterns"));
-        let target = AdapterTarget { name: format!("a{round}"), expected_generation: Some(0) };
+        let target = AdapterTarget { name: format!("a{round}"), expected_generation: Some(0), evicts: false };
         push("a resident adapter", Push { adapter: Some(target), ..Push::lora_of_all(engine.parameters()) });
         let (sums, expected) = (engine.checksums(), samples(&engine));
         engine.sleep(SleepLevel::One, DrainMode::Wait).expect("sleeps");

@@ -114,7 +114,7 @@ impl Bench {
     }
 
     fn resident(&self) -> Result<()> {
-        let target = AdapterTarget { name: "one".into(), expected_generation: Some(0) };
+        let target = AdapterTarget { name: "one".into(), expected_generation: Some(0), evicts: false };
         let push = Push { adapter: Some(target), ..Push::lora_of_all(self.engine.parameters()) };
         self.engine.push(push).map(drop)
     }

@@ -263,7 +263,7 @@ fn check_adapters(model: &str, ranks: usize) {
     let [ours, other] = [&["--tp", &ranks.to_string()][..], &["--graphs", "off"]]
         .map(|flags| start(model, "bfloat16", &[&["--max-adapters", "2"], flags].concat()));
     let keep = |name: &str, push: Push| {
-        let target = AdapterTarget { name: name.into(), expected_generation: None };
+        let target = AdapterTarget { name: name.into(), expected_generation: None, evicts: false };
         let push = Push { adapter: Some(target), ..push };
         for engine in [&ours, &other] {
             engine.push(push.clone()).expect("it becomes resident");
@@ -347,7 +347,7 @@ fn check_changes(tp: &str) {
         engine.wake(true, true).expect("wakes");
     }
     same("after level 1");
-    let target = AdapterTarget { name: "one".into(), expected_generation: Some(0) };
+    let target = AdapterTarget { name: "one".into(), expected_generation: Some(0), evicts: false };
     both(&Push { adapter: Some(target), ..Push::lora_of_all(ours.parameters()) });
     same("beside a resident adapter");
     for engine in [&ours, &other] {

@@ -88,7 +88,7 @@ fn resident_adapters_have_the_same_bits_on_any_number_of_ranks() {
     let results = [1, 2, 4].map(|tp| {
         let engine = start("qwen2", tp, &["--dtype", "bfloat16", "--max-adapters", "1"]);
         let base = sampled(&engine, None);
-        let adapter = Some(AdapterTarget { name: "a".into(), expected_generation: None });
+        let adapter = Some(AdapterTarget { name: "a".into(), expected_generation: None, evicts: false });
         engine.push(Push { adapter, ..Push::lora_of_all(engine.parameters()) }).expect("resident");
         let adapted = sampled(&engine, Some("a"));
         assert_ne!(adapted, base);

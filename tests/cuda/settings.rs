@@ -57,7 +57,7 @@ fn work(flags: &[&str]) -> String {
         seen.push(format!("{:x?}", engine.checksums()));
     };
     look(None);
-    let target = AdapterTarget { name: "one".into(), expected_generation: Some(0) };
+    let target = AdapterTarget { name: "one".into(), expected_generation: Some(0), evicts: false };
     engine.push(Push { adapter: Some(target), ..Push::lora_of_all(engine.parameters()) }).expect("it becomes resident");
     look(Some("one"));
     let weights = crate::common::random_weights(engine.parameters(), 1);

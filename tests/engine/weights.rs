@@ -276,7 +276,7 @@ fn resident_adapters_serve_side_by_side_and_alone_the_same() {
         let engine = Engine::start("qwen2", &flags);
         let names = ["bfloat16", "rslora_patterns"];
         for name in names {
-            let target = AdapterTarget { name: name.into(), expected_generation: Some(0) };
+            let target = AdapterTarget { name: name.into(), expected_generation: Some(0), evicts: false };
             let push = Push { adapter: Some(target), ..Push::lora(&format!("peft/{name}")) };
             assert!(engine.push(push).expect("resident").adapter_generation.is_some());
         }

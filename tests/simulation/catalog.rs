@@ -95,7 +95,7 @@ fn receive(
 ) -> ReceivingPush {
     let is_lora = kind == UpdateKind::Lora;
     let header = UpdateHeader {
-        adapter: is_lora.then(|| AdapterTarget { name: "unmerged".into(), expected_generation: None }),
+        adapter: is_lora.then(|| AdapterTarget { name: "unmerged".into(), expected_generation: None, evicts: false }),
         adapter_config: config.into(),
         ..UpdateHeader::new(kind)
     };

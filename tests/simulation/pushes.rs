@@ -81,7 +81,11 @@ impl World {
         let shadow = if kind == UpdateKind::Full { 120 } else { 0 };
         let staging = StagingBytes { staged: staging + shadow, shadow, in_place: self.dice.pick(&[10, 60]) };
         let header = Arc::new(UpdateHeader {
-            adapter: resident.map(|name| AdapterTarget { name: name.to_string(), expected_generation: None }),
+            adapter: resident.map(|name| AdapterTarget {
+                name: name.to_string(),
+                expected_generation: None,
+                evicts: false,
+            }),
             expected_version,
             new_version: new_version.filter(|_| resident.is_none()),
             force_version: force,

@@ -271,3 +271,14 @@ def test_tokens_of_texts_and_back(http):
     ):
         refused = ask(http.http_address, "POST", path, body)
         assert (refused.status, refused.body["error"]["param"]) == (400, param)
+
+
+def test_the_tokenizers_configuration(http):
+    """What vLLM answers with --enable-tokenizer-info-endpoint."""
+    info = ask(http.http_address, "GET", "/tokenizer_info")
+    config = json.loads((FIXTURES / MODEL / "tokenizer_config.json").read_text())
+    assert info.status == 200 and info.content_type == "application/json"
+    assert info.body["tokenizer_class"] == config["tokenizer_class"]
+    template = FIXTURES / MODEL / "chat_template.jinja"
+    expected = template.read_text() if template.exists() else config["chat_template"]
+    assert info.body["chat_template"] == expected

@@ -217,8 +217,11 @@ def test_a_load_beyond_the_slots_replaces_the_least_recently_used_adapter(served
 def test_a_load_that_fails_costs_no_other_adapter_its_place(served):
     for name in ("a", "b", "c"):
         assert served.load(name, served.root / "one").status == 200
-    for path, status in ((served.root / "nothing", 404), (served.root / "empty", 404), ("/etc", 400)):
-        assert served.load("d", path).status == status
+    tensors, config = served.adapters["one"]
+    root, damaged = served.root, write_adapter(served.root / "damaged", tensors, config | {"r": 5})
+    for path, status in ((root / "nothing", 404), (root / "empty", 404), ("/etc", 400), (damaged, 400), ("big", 400)):
+        refused = served.load("d", path)
+        assert refused.status == status, refused
     assert served.models() == [MODEL, "a", "b", "c"]
 
 

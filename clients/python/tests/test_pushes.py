@@ -206,7 +206,7 @@ def test_lora_pushes_bring_tensors_and_config_at_once(call, fake, rng, transport
     }
     config = {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj"]}
     call(lambda client: client.push_lora(adapter, config, expected_version=0, running="abort", transport=transport))
-    result = call(lambda client: client.push_lora(adapter, config, name="probe", expected_generation=0))
+    result = call(lambda client: client.push_lora(adapter, config, name="probe", expected_generation=0, evict=True))
     assert result.adapter_generation == 2 and result.weight_version == 1
     first, second = fake.weights.commits
     assert {n: data for n, (_, data) in first.tensors.items()} == in_bytes(adapter)
@@ -215,6 +215,7 @@ def test_lora_pushes_bring_tensors_and_config_at_once(call, fake, rng, transport
     assert first.header.adapter_config == second.header.adapter_config
     assert json.loads(first.header.adapter_config) == config
     assert (second.header.adapter, second.header.expected_generation) == ("probe", 0)
+    assert (first.header.evict_adapter, second.header.evict_adapter) == (False, True)
     assert first.header.adapter == "" and not first.header.HasField("expected_generation")
 
 

@@ -7,7 +7,13 @@ use crate::types::FinishReason;
 use crate::weights::{UpdateHeader, UpdateKind, WeightUpdate};
 
 fn resident(name: &str, expected_generation: Option<u64>) -> UpdateHeader {
-    let adapter = AdapterTarget { name: name.into(), expected_generation };
+    let adapter = AdapterTarget { name: name.into(), expected_generation, evicts: false };
+    UpdateHeader { adapter: Some(adapter), ..UpdateHeader::new(UpdateKind::Lora) }
+}
+
+/// A push that removes the least recently used adapter if no slot is free.
+fn evicting(name: &str) -> UpdateHeader {
+    let adapter = AdapterTarget { name: name.into(), expected_generation: Some(0), evicts: true };
     UpdateHeader { adapter: Some(adapter), ..UpdateHeader::new(UpdateKind::Lora) }
 }
 
@@ -86,6 +92,38 @@ fn a_replaced_adapter_stays_until_its_last_request_ends() {
     assert_eq!(add(&mut rig, "x"), 4, "a full house, but the old one makes room");
     assert_eq!(rig.did(), [Did::Add(3), Did::Remove(2), Did::Add(4)]);
     rig.assert_clean();
+}
+
+#[test]
+fn a_push_may_take_the_slot_of_the_least_recently_used_adapter() {
+    let mut rig = Rig::new();
+    add(&mut rig, "x");
+    add(&mut rig, "y");
+    rig.submit(ask_with("a", "x", 1));
+    rig.finish();
+    assert_eq!(rig.push_now(evicting("z")).unwrap().adapter_generation, Some(3));
+    assert_eq!(rig.did(), [Did::Add(1), Did::Add(2), Did::Remove(2), Did::Add(3)]);
+    let asked = rig.submit(ask_with("b", "x", 6));
+    rig.steps(2);
+    assert_eq!(rig.push_now(evicting("v")).unwrap().adapter_generation, Some(4), "z goes, x is in use");
+    let other = rig.submit(ask_with("c", "v", 6));
+    rig.steps(2);
+    let full = rig.push_now(evicting("w")).unwrap_err();
+    assert!(matches!(&full, Error::ResourceExhausted(why) if why.contains("--max-adapters 2")), "{full}");
+    assert_eq!(list(&mut rig), [("x".into(), 1, 1, false), ("v".into(), 4, 1, false)]);
+    rig.finish();
+    [asked, other].iter().for_each(|asked| drop(asked.completion()));
+    rig.assert_clean();
+}
+
+#[test]
+fn a_push_that_fails_takes_no_slot() {
+    let mut rig = Rig::new();
+    add(&mut rig, "x");
+    add(&mut rig, "y");
+    rig.engine.core.executor.no_place = true;
+    rig.push_now(evicting("z")).unwrap_err();
+    assert_eq!(list(&mut rig), [("x".into(), 1, 0, false), ("y".into(), 2, 0, false)]);
 }
 
 #[test]

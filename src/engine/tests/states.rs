@@ -77,7 +77,7 @@ fn done<T>(result: Result<T>) -> Result<()> {
 }
 
 fn resident(name: &str) -> UpdateHeader {
-    let adapter = AdapterTarget { name: name.into(), expected_generation: None };
+    let adapter = AdapterTarget { name: name.into(), expected_generation: None, evicts: false };
     UpdateHeader { adapter: Some(adapter), ..UpdateHeader::new(UpdateKind::Lora) }
 }
 

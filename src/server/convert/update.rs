@@ -61,7 +61,7 @@ pub(in crate::server) fn header(header: pb::Header) -> Result<(UpdateHeader, Vec
     let checked = UpdateHeader {
         kind,
         source: source(header.source)?,
-        adapter: adapter_target(header.adapter, header.expected_generation)?,
+        adapter: adapter_target(header.adapter, header.expected_generation, header.evict_adapter)?,
         adapter_config: header.adapter_config,
         expected_version: header.expected_version,
         new_version: header.new_version,
@@ -144,12 +144,15 @@ fn source(source: Option<pb::Source>) -> Result<Source> {
     }
 }
 
-fn adapter_target(name: String, expected_generation: Option<u64>) -> Result<Option<AdapterTarget>> {
+fn adapter_target(name: String, expected_generation: Option<u64>, evicts: bool) -> Result<Option<AdapterTarget>> {
     check_length("header.adapter", &name, MAX_ADAPTER_NAME_BYTES)?;
     if name.is_empty() && expected_generation.is_some() {
         return Err(Error::invalid("header.expected_generation", "is of a resident adapter; name it in adapter"));
     }
-    Ok((!name.is_empty()).then_some(AdapterTarget { name, expected_generation }))
+    if name.is_empty() && evicts {
+        return Err(Error::invalid("header.evict_adapter", "is for a resident adapter; name it in adapter"));
+    }
+    Ok((!name.is_empty()).then_some(AdapterTarget { name, expected_generation, evicts }))
 }
 
 pub(in crate::server) fn open_update(update: &UpdateStatus) -> pb::OpenUpdate {

@@ -34,14 +34,14 @@ pub(super) struct ErrorBody {
 #[schema(as = ErrorFacts)]
 pub(super) struct HttpError {
     #[serde(skip)]
-    status: StatusCode,
+    pub(super) status: StatusCode,
     /// The reason, with the offending value, and the remedy.
     pub(super) message: String,
     /// The kind of error, such as `BadRequestError` or `NotFoundError`.
     #[serde(rename = "type")]
     pub(super) kind: &'static str,
     /// The wrong member of the body.
-    param: Option<String>,
+    pub(super) param: Option<String>,
     /// The HTTP status.
     code: u16,
 }
@@ -136,8 +136,8 @@ impl IntoResponse for HttpError {
     }
 }
 
-/// Completes the description of a route: errors that it has in common with others, and the body of all its errors.
-pub(super) fn describe_errors(operation: &mut Operation) {
+/// Completes the description of a route: errors that it has in common with others, and the schema of their body.
+pub(super) fn describe_errors(operation: &mut Operation, body: &str) {
     let responses = &mut operation.responses.responses;
     for (status, reason) in COMMON_ERRORS {
         if operation.request_body.is_some() {
@@ -151,7 +151,7 @@ pub(super) fn describe_errors(operation: &mut Operation) {
     }
     for (_, response) in responses.range_mut("400".to_owned()..) {
         if let RefOr::T(response) = response {
-            let body = Content::new(Some(Ref::from_schema_name("ErrorBody")));
+            let body = Content::new(Some(Ref::from_schema_name(body)));
             response.content.insert("application/json".into(), body.into());
         }
     }

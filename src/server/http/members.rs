@@ -4,7 +4,9 @@
 use std::fmt;
 use std::marker::PhantomData;
 
-use serde::de::{self, Deserializer, IgnoredAny, MapAccess, Visitor};
+use serde::Deserialize;
+use serde::de::value::SeqAccessDeserializer;
+use serde::de::{self, Deserializer, IgnoredAny, MapAccess, SeqAccess, Visitor};
 use serde_json::value::RawValue;
 
 /// Neutral values, which clients send for members that they do not use.
@@ -69,6 +71,33 @@ pub(super) fn reject<'de, A: MapAccess<'de>>(rejected: &[&str], name: &str, map:
         return Ok(true);
     }
     Err(de::Error::custom(format_args!("{name} is not supported; leave it out")))
+}
+
+/// Reads a list, or a text as a list of one element.
+pub(super) fn text_or_list<'de, T: Deserialize<'de>, D: Deserializer<'de>>(
+    deserializer: D,
+    expected: &'static str,
+    of_text: fn(&str) -> T,
+) -> Result<Vec<T>, D::Error> {
+    struct TextOrList<T>(&'static str, fn(&str) -> T);
+
+    impl<'de, T: Deserialize<'de>> Visitor<'de> for TextOrList<T> {
+        type Value = Vec<T>;
+
+        fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+            f.write_str(self.0)
+        }
+
+        fn visit_str<E: de::Error>(self, text: &str) -> Result<Vec<T>, E> {
+            Ok(vec![self.1(text)])
+        }
+
+        fn visit_seq<A: SeqAccess<'de>>(self, list: A) -> Result<Vec<T>, A::Error> {
+            Vec::deserialize(SeqAccessDeserializer::new(list))
+        }
+    }
+
+    deserializer.deserialize_any(TextOrList(expected, of_text))
 }
 
 /// Reads an object with the members of `T`.

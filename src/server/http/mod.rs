@@ -1,6 +1,7 @@
 //! HTTP: OpenAI's API, the routes by which RL trainers drive vLLM, metrics and the page. A body becomes the protobuf
 //! message that gRPC's clients send, so that both share checks, defaults and results.
 
+mod anthropic;
 mod connections;
 mod error;
 mod events;
@@ -21,7 +22,7 @@ use std::time::{SystemTime, UNIX_EPOCH};
 
 use axum::Router;
 use axum::http::header::CONTENT_TYPE;
-use axum::middleware::from_fn_with_state;
+use axum::middleware::{from_fn, from_fn_with_state};
 use axum::routing::{MethodRouter, get};
 use bytes::Bytes;
 use tokio::sync::Semaphore;
@@ -37,12 +38,13 @@ pub(super) use middleware::AllowedHosts;
 use super::security::{Access, Role};
 use super::state::ServerState;
 use super::transfer::Transfers;
+use anthropic::MessagesError;
 use connections::Peer;
 use error::{ErrorBody, HttpError, HttpResult};
 use events::Feeds;
-use members::members;
+use members::{members, text_or_list};
 use query::Query;
-use reply::{counted, event, json};
+use reply::{counted, event, json, named_event};
 use request_body::{Ignored, JsonBody};
 use samples::{FinishedSamples, Outbox, Samples, sample, samples_per_prompt};
 
@@ -59,7 +61,7 @@ struct AppState {
 
 /// The description of the server, to which the routes are added.
 #[derive(OpenApi)]
-#[openapi(components(schemas(ErrorBody)))]
+#[openapi(components(schemas(ErrorBody, MessagesError)))]
 struct Description;
 
 /// A route with its handlers and their description.
@@ -78,8 +80,12 @@ fn table() -> impl Iterator<Item = (Role, Route)> {
         (Role::Generate, routes!(openai::completions::completions)),
         (Role::Generate, routes!(openai::chat::chat_completions)),
         (Role::Generate, routes!(openai::chat::render)),
+        (Role::Generate, routes!(openai::responses::responses)),
+        (Role::Generate, routes!(anthropic::messages)),
+        (Role::Generate, routes!(anthropic::count_tokens)),
         (Role::Generate, routes!(openai::tokens::tokenize)),
         (Role::Generate, routes!(openai::tokens::detokenize)),
+        (Role::Generate, routes!(openai::tokens::tokenizer_info)),
         (Role::Anyone, routes!(page::page)),
         (Role::Anyone, routes!(page::part)),
     ];
@@ -117,16 +123,17 @@ pub(super) fn router(server: &ServerState, access: &Access, hosts: AllowedHosts,
         .method_not_allowed_fallback(|| async { HttpError::wrong_method() })
         .layer(from_fn_with_state(server.panics.clone(), middleware::catch_panic))
         .layer(from_fn_with_state(hosts, middleware::check_origin))
+        .layer(from_fn(anthropic::write_errors))
         .layer(from_fn_with_state(server.observer.clone(), middleware::count_request))
         .with_state(app)
 }
 
 /// The route, with the parts of its description that follow from its role and its errors.
 fn describe(role: Role, (schemas, mut paths, handlers): Route) -> Route {
-    for path in paths.paths.values_mut() {
+    for (route, path) in &mut paths.paths {
         for operation in [&mut path.get, &mut path.post, &mut path.delete].into_iter().flatten() {
             operation.extensions.get_or_insert_with(Extensions::default).insert("x-role".into(), role.name().into());
-            error::describe_errors(operation);
+            error::describe_errors(operation, if anthropic::is_route(route) { "MessagesError" } else { "ErrorBody" });
         }
     }
     (schemas, paths, handlers)

@@ -18,8 +18,24 @@ use crate::memory::Charge;
 use crate::server::replies::{ReplyStream, Writer};
 use crate::server::state::Panics;
 
-/// The last event of a stream.
-const DONE: &[u8] = b"data: [DONE]\n\n";
+/// The last event of OpenAI's streams.
+pub(super) const DONE: &[u8] = b"data: [DONE]\n\n";
+
+/// A writer of HTTP's answers.
+pub(super) trait ReplyWriter: Writer<Message = Bytes> {
+    /// The last event of a stream, if the protocol has one.
+    const DONE: Option<&'static [u8]>;
+
+    /// The events of an error in the middle of a stream, whose status has been sent already.
+    fn failed(&mut self, error: HttpError) -> Bytes;
+}
+
+/// One server-sent event of the type `name` that carries `value`.
+pub(super) fn named_event(name: &str, value: &impl Serialize) -> Bytes {
+    let mut named = format!("event: {name}\n").into_bytes();
+    named.extend_from_slice(&event(value));
+    named.into()
+}
 
 /// One server-sent event that carries `value`.
 pub(super) fn event(value: &impl Serialize) -> Bytes {
@@ -89,7 +105,7 @@ impl http_body::Body for CountedBody {
 ///
 /// # Errors
 /// The error of the request, if it ends before its first message.
-pub(super) async fn answer<W: Writer<Message = Bytes> + 'static>(
+pub(super) async fn answer<W: ReplyWriter + 'static>(
     mut replies: ReplyStream<W>,
     is_stream: bool,
     ignored: &Ignored,
@@ -97,7 +113,7 @@ pub(super) async fn answer<W: Writer<Message = Bytes> + 'static>(
 ) -> Result<Response, Error> {
     let first = replies.next().await.unwrap_or_else(|| Err(Error::Internal("the reply has no message".into())))?;
     let length = if is_stream { SizeHint::default() } else { SizeHint::with_exact(first.len() as u64) };
-    let ending = is_stream.then_some(Bytes::from_static(DONE));
+    let ending = W::DONE.filter(|_| is_stream).map(Bytes::from_static);
     replies.messages.push_front(first);
     let body = Body::new(ReplyBody { replies, ending, length, panics: panics.clone() });
     if !is_stream {
@@ -116,7 +132,7 @@ struct ReplyBody<W: Writer> {
     panics: Panics,
 }
 
-impl<W: Writer<Message = Bytes>> http_body::Body for ReplyBody<W> {
+impl<W: ReplyWriter> http_body::Body for ReplyBody<W> {
     type Data = Bytes;
     type Error = std::convert::Infallible;
 
@@ -133,7 +149,7 @@ impl<W: Writer<Message = Bytes>> http_body::Body for ReplyBody<W> {
             }
         };
         let next = match message {
-            Some(message) => Some(message.unwrap_or_else(|error| event(&HttpError::from(error).into_body()))),
+            Some(message) => Some(message.unwrap_or_else(|error| this.replies.writer.failed(error.into()))),
             None => this.ending.take(),
         };
         Poll::Ready(next.map(|event| Ok(Frame::data(event))))

@@ -10,8 +10,8 @@ use serde::Serialize;
 use serde_json::value::RawValue;
 
 use super::models::unknown_model;
-use super::reply::{answer, json_bytes};
-use super::{AppState, HttpResult, JsonBody};
+use super::reply::{DONE, ReplyWriter, answer, event, json_bytes};
+use super::{AppState, HttpError, HttpResult, JsonBody};
 use crate::engine::{Completion, Event, RequestKind, Summary, ValidRequest};
 use crate::error::{Error, Result};
 use crate::memory::{Charge, Traffic};
@@ -27,6 +27,14 @@ pub(super) type Outbox = VecDeque<Bytes>;
 /// Turns the events of one request into a route's answer. Events of a stream are appended to `out`; so is the answer,
 /// once all samples have ended.
 pub(super) trait Samples: Send + Unpin + 'static {
+    /// See [`ReplyWriter::DONE`].
+    const DONE: Option<&'static [u8]> = Some(DONE);
+
+    /// See [`ReplyWriter::failed`].
+    fn failed(&mut self, error: HttpError) -> Bytes {
+        event(&error.into_body())
+    }
+
     fn prompt_logprobs(&mut self, prompt: usize, logprobs: Vec<TokenLogprobs>) -> Result<()>;
 
     /// Streams a token of a sample that does not end with it, and the text that it completes.
@@ -138,6 +146,14 @@ impl<S: Samples> Writer for SampleWriter<S> {
         let summary = self.take(event, out);
         self.charge.grow_always(out.iter().map(|message| message.len() as u64).sum());
         summary
+    }
+}
+
+impl<S: Samples> ReplyWriter for SampleWriter<S> {
+    const DONE: Option<&'static [u8]> = S::DONE;
+
+    fn failed(&mut self, error: HttpError) -> Bytes {
+        self.samples.failed(error)
     }
 }
 

@@ -65,6 +65,8 @@ pub struct AdapterTarget {
     pub name: String,
     /// Generation of the adapter that must have the name now; 0 if the name must be free.
     pub expected_generation: Option<u64>,
+    /// Whether the least recently used adapter that no request uses is removed if no slot is free.
+    pub evicts: bool,
 }
 
 /// The effect of an update on requests that run; `weights.proto` describes the choices.

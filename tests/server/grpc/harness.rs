@@ -50,7 +50,7 @@ pub fn context(engine: EngineHandle) -> ServingContext {
         vocab_size: 100,
         max_model_len: 32,
         eos_token_ids: vec![99],
-        encoder: None,
+        ..ModelFacts::default()
     };
     let info =
         pb::GetInfoResponse { model: "fake".into(), dtype: "float32".into(), block_size: 16, ..Default::default() };

@@ -342,10 +342,11 @@ async fn an_adapter_that_stays_is_named_to_the_engine() {
         kind: pb::UpdateKind::Lora.into(),
         adapter: "math".into(),
         expected_generation: Some(3),
+        evict_adapter: true,
         ..Default::default()
     };
     update.send(Kind::Header(header)).await;
-    let target = AdapterTarget { name: "math".into(), expected_generation: Some(3) };
+    let target = AdapterTarget { name: "math".into(), expected_generation: Some(3), evicts: true };
     assert_eq!(begin(&server, ReceiveMode::Stage).header.adapter, Some(target));
     update.send(Kind::Commit(pb::Commit {})).await;
     let Command::CommitUpdate { content: WeightUpdate::Lora(_), reply, .. } = server.command() else {

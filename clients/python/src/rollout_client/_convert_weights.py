@@ -107,6 +107,7 @@ def update_header(
         running=number(RUNNING_POLICIES, options.get("running", "keep"), "running"),
         in_place=options.get("in_place", False),
         force_version=options.get("force_version", False),
+        evict_adapter=options.get("evict", False),
         adapter_config=adapter_config,
     )
     for option in ("version", "expected_version", "expected_generation"):

@@ -117,6 +117,9 @@ class AdapterOptions(TypedDict, total=False):
     into the policy."""
     expected_generation: int | None
     """With `name`: raise `Aborted` unless the adapter has this generation; 0 means a free name; default None."""
+    evict: bool
+    """With `name`: if no slot is free, remove the least recently used adapter that no request uses, unless the push
+    fails. Default False: `ResourceExhausted` is raised."""
 
 
 class InPlaceOption(TypedDict, total=False):
@@ -179,6 +182,7 @@ _KINDS: dict[str, PushKind] = {
     "config": "lora",
     "name": "lora",
     "expected_generation": "lora",
+    "evict": "lora",
     "in_place": "full",
     "total_bytes": "full",
     "base_version": "delta",

@@ -127,7 +127,7 @@ impl Report {
     }
 
     /// The text that follows the engine's: the stop string, if the request includes it.
-    pub(super) fn ending<'a>(&self, stop: Option<&'a StopReason>) -> &'a str {
+    pub(in crate::server::http) fn ending<'a>(&self, stop: Option<&'a StopReason>) -> &'a str {
         match stop {
             Some(StopReason::Text(text)) if self.includes_stop => text,
             _ => "",

@@ -5,6 +5,7 @@ pub(super) mod chat;
 pub(super) mod completions;
 pub(super) mod logprobs;
 mod prompt;
+pub(super) mod responses;
 pub(super) mod sampling;
 mod structured;
 pub(super) mod tokens;

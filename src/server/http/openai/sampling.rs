@@ -1,17 +1,14 @@
 //! The members that bodies of completions and of chats share: how to sample, when to end, and the report.
 
 use std::collections::BTreeMap;
-use std::fmt;
 
-use serde::Deserialize;
-use serde::de::value::SeqAccessDeserializer;
-use serde::de::{self, Deserializer, SeqAccess, Visitor};
+use serde::{Deserialize, Deserializer};
 use serde_json::value::RawValue;
 use utoipa::ToSchema;
 
 use super::structured::structured;
 use crate::error::{Error, Result};
-use crate::server::http::members;
+use crate::server::http::{members, text_or_list};
 use crate::server::{ModelFacts, pb};
 
 members! {
@@ -21,9 +18,9 @@ members! {
         /// The policy's name, or that of a resident adapter; none, null or "" is the policy.
         pub(in crate::server::http) model: String,
         /// Divisor of the logits, at least 0; 0 is greedy (default: 1).
-        pub(super) temperature: f32,
+        pub(in crate::server::http) temperature: f32,
         /// Keep the smallest set of most likely tokens with this much probability (default: 1).
-        top_p: f32,
+        pub(in crate::server::http) top_p: f32,
         /// Keep this many most likely tokens; 0 and -1 keep all (default: 0).
         top_k: i32,
         /// Keep tokens with at least this fraction of the best token's probability (default: 0).
@@ -31,9 +28,9 @@ members! {
         /// Divides positive and multiplies negative logits of tokens in the prompt or the output (default: 1).
         repetition_penalty: f32,
         /// Subtracted from logits of tokens in the output (default: 0).
-        presence_penalty: f32,
+        pub(in crate::server::http) presence_penalty: f32,
         /// Subtracted from a token's logit for each time it is in the output (default: 0).
-        frequency_penalty: f32,
+        pub(in crate::server::http) frequency_penalty: f32,
         /// Values added to logits, by token id.
         #[schema(value_type = Option<BTreeMap<String, f32>>)]
         logit_bias: BTreeMap<u32, f32>,
@@ -48,14 +45,14 @@ members! {
         /// Whether to continue at the end-of-sequence token (default: false).
         ignore_eos: bool,
         /// A text, or texts, that end a sample.
-        stop: Stop,
+        pub(in crate::server::http) stop: Stop,
         /// Tokens that end a sample.
         stop_token_ids: Vec<u32>,
         /// Whether the text includes the stop string that ended it (default: false).
         pub(super) include_stop_str_in_output: bool,
         /// The form of the text: `text`, `json_object`, or `json_schema` with a schema.
         #[schema(value_type = Option<serde_json::Value>)]
-        response_format: Box<RawValue>,
+        pub(in crate::server::http) response_format: Box<RawValue>,
         /// The grammar of the text: an object with `json` (a schema), `regex`, `choice`, `grammar` (Lark) or
         /// `json_object`.
         #[schema(value_type = Option<serde_json::Value>)]
@@ -120,29 +117,11 @@ pub(in crate::server::http) struct StreamOptions {
 /// Texts that end a sample: one, or a list.
 #[derive(Clone, Debug, Default, ToSchema)]
 #[schema(value_type = serde_json::Value)]
-pub(in crate::server::http) struct Stop(pub(super) Vec<String>);
+pub(in crate::server::http) struct Stop(pub(in crate::server::http) Vec<String>);
 
 impl<'de> Deserialize<'de> for Stop {
     fn deserialize<D: Deserializer<'de>>(deserializer: D) -> std::result::Result<Self, D::Error> {
-        deserializer.deserialize_any(StopVisitor)
-    }
-}
-
-struct StopVisitor;
-
-impl<'de> Visitor<'de> for StopVisitor {
-    type Value = Stop;
-
-    fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str("a string or a list of strings")
-    }
-
-    fn visit_str<E: de::Error>(self, text: &str) -> std::result::Result<Stop, E> {
-        Ok(Stop(vec![text.to_owned()]))
-    }
-
-    fn visit_seq<A: SeqAccess<'de>>(self, list: A) -> std::result::Result<Stop, A::Error> {
-        Vec::deserialize(SeqAccessDeserializer::new(list)).map(Stop)
+        text_or_list(deserializer, "a string or a list of strings", str::to_owned).map(Self)
     }
 }
 
@@ -152,6 +131,29 @@ impl Sampling {
     pub(super) fn reported(&self) -> LogprobsMode {
         let default = if self.temperature == Some(0.0) { LogprobsMode::Raw } else { LogprobsMode::Processed };
         self.logprobs_mode.unwrap_or(default)
+    }
+
+    /// Checks that the answer needs no more than the message of one sample.
+    ///
+    /// # Errors
+    /// `InvalidArgument` for a member that only OpenAI's completions and chats answer.
+    pub(in crate::server::http) fn check_is_plain(&self) -> Result<()> {
+        let options = self.stream_options.unwrap_or_default();
+        let members = [
+            ("n", self.n.is_some_and(|n| n != 1)),
+            ("prompt_logprobs", self.prompt_logprobs.is_some()),
+            ("return_token_ids", self.return_token_ids == Some(true)),
+            ("return_tokens_as_token_ids", self.return_tokens_as_token_ids == Some(true)),
+            ("return_weight_versions", self.return_weight_versions == Some(true)),
+            ("logprobs_mode", self.logprobs_mode.is_some()),
+            ("stream_options", options.include_usage || options.continuous_usage_stats),
+        ];
+        match members.into_iter().find(|(_, is_given)| *is_given) {
+            Some((name, _)) => {
+                Err(Error::invalid(name, "is not supported here; use /v1/chat/completions, which has it"))
+            }
+            None => Ok(()),
+        }
     }
 
     pub(in crate::server::http) fn stop_strings(&self) -> Vec<String> {

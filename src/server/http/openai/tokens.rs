@@ -1,8 +1,9 @@
-//! `/tokenize` and `/detokenize`: between texts or chats and token ids.
+//! `/tokenize` and `/detokenize`: between texts or chats and token ids. `/tokenizer_info`: how.
 
 use axum::Json;
 use axum::extract::State;
-use axum::response::Response;
+use axum::http::header::CONTENT_TYPE;
+use axum::response::{IntoResponse as _, Response};
 use serde::Serialize;
 use utoipa::ToSchema;
 
@@ -121,4 +122,18 @@ pub(in crate::server::http) async fn detokenize(
     })
     .await?;
     Ok(counted(ignored.name_in(Json(Detokenized { prompt })), charge))
+}
+
+/// The configuration of the tokenizer and the chat template in use: the members of `tokenizer_config.json`.
+#[utoipa::path(get, path = "/tokenizer_info", responses(
+    (status = 200, body = serde_json::Value, content_type = "application/json"),
+    (status = 404, description = "the model has no tokenizer"),
+    (status = 503),
+))]
+pub(in crate::server::http) async fn tokenizer_info(State(app): State<AppState>) -> HttpResult<Response> {
+    let info = app.server.context()?.model.tokenizer_info.clone();
+    if info.is_empty() {
+        return Err(Error::NotFound("this model has no tokenizer".into()).into());
+    }
+    Ok(([(CONTENT_TYPE, "application/json")], info).into_response())
 }

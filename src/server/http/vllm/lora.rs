@@ -9,9 +9,9 @@ use axum::response::Response;
 use serde::Deserialize;
 use utoipa::ToSchema;
 
-use crate::engine::{AdapterStatus, Command, UpdateSender};
+use crate::engine::{Command, UpdateSender};
 use crate::error::Error;
-use crate::server::calls::{CancelOnDrop, ask, ask_cancellable, reply_channel};
+use crate::server::calls::{CancelOnDrop, ask, reply_channel};
 use crate::server::http::models::adapters;
 use crate::server::http::{AppState, HttpError, HttpResult, JsonBody, Peer};
 use crate::server::pushes::{PushThread, transact};
@@ -62,22 +62,15 @@ pub(super) async fn load(
         kind: pb::UpdateKind::Lora.into(),
         adapter: name.clone(),
         expected_generation: (!load_inplace).then_some(0),
+        evict_adapter: true,
         source: Some(pb::Source { kind: Some(pb::source::Kind::Directory(pb::Directory { path: path.clone() })) }),
         ..pb::Header::default()
     };
     let (header, tensors) = convert::header(header).map_err(|error| explain(error, &name, &path))?;
-    let push = || {
-        let (header, tensors) = (header.clone(), tensors.clone());
-        transact(&app.server, peer.0.clone(), async move |context: Arc<ServingContext>, sender: UpdateSender, noted| {
-            PushThread::open(&context, header, tensors, sender, noted).await?.finish().await
-        })
+    let push = async move |context: Arc<ServingContext>, sender: UpdateSender, noted| {
+        PushThread::open(&context, header, tensors, sender, noted).await?.finish().await
     };
-    let mut loaded = push().await;
-    // Only now, because files that are no adapter must cost no other adapter its place.
-    if matches!(loaded, Err(Error::ResourceExhausted(_))) && make_room(&context, &name).await? {
-        loaded = push().await;
-    }
-    match loaded {
+    match transact(&app.server, peer.0.clone(), push).await {
         Ok(_) => Ok(body.ignored.name_in(format!("Success: LoRA adapter '{name}' added successfully."))),
         // A gRPC client has taken the name meanwhile.
         Err(Error::VersionConflict(_)) if !load_inplace && is_resident(&context, &name).await? => Err(taken(&name)),
@@ -136,31 +129,6 @@ fn check_name(context: &ServingContext, name: &str) -> HttpResult<()> {
 
 async fn is_resident(context: &ServingContext, name: &str) -> HttpResult<bool> {
     Ok(adapters(context).await?.iter().any(|adapter| adapter.name == name))
-}
-
-/// Removes the least recently used adapter that no request uses, if the adapter `name` finds no free slot. Returns
-/// whether there may be a free slot now.
-async fn make_room(context: &ServingContext, name: &str) -> HttpResult<bool> {
-    let adapters = ask(&context.engine, |reply| Command::ListAdapters { reply }).await?;
-    let is_idle = |adapter: &AdapterStatus| adapter.leases == 0 && !adapter.retired;
-    let is_replaced = |adapter: &AdapterStatus| is_idle(adapter) && adapter.name == name;
-    if adapters.len() < context.info.max_adapters as usize || adapters.iter().any(is_replaced) {
-        return Ok(false);
-    }
-    let oldest = adapters.into_iter().filter(is_idle).min_by_key(|adapter| adapter.last_use);
-    let Some(AdapterStatus { name, generation, .. }) = oldest else { return Ok(false) };
-    tracing::info!(adapter = name, generation, "unloading the least recently used adapter for a new one");
-    let removed = ask_cancellable(&context.engine, |cancel, reply| Command::RemoveAdapter {
-        name,
-        expected_generation: Some(generation),
-        cancel,
-        reply,
-    });
-    match removed.await? {
-        // A gRPC client has replaced or removed it meanwhile.
-        Ok(_) | Err(Error::NotFound(_) | Error::VersionConflict(_)) => Ok(true),
-        Err(error) => Err(error.into()),
-    }
 }
 
 fn taken(name: &str) -> HttpError {

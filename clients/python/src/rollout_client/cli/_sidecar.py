@@ -7,12 +7,13 @@ import json
 import signal
 from collections.abc import AsyncIterator, Awaitable, Callable
 from http import HTTPStatus
+from pathlib import Path
 from typing import Any
 
 import grpc
 from aiohttp import ClientError, ClientSession, ClientTimeout, TCPConnector, web
 
-from .._adapter_directory import read_adapter
+from .._adapter_directory import CONFIG, read_adapter
 from .._tls import Tls, TlsFiles
 from ..client import RolloutClient
 from ..errors import Aborted, RolloutError
@@ -162,6 +163,11 @@ class Sidecar:
                 f"The lora adapter '{name}' has already been loaded. If you want to load the adapter in place, set "
                 "'load_inplace' to True.",
             )
+        except _Missing:
+            return _error(
+                HTTPStatus.NOT_FOUND,
+                f"Loading lora {name} failed: No adapter found for {path}: it has no {CONFIG} on the sidecar's machine",
+            )
         except RolloutError as error:
             status = _STATUSES.get(error.code, HTTPStatus.INTERNAL_SERVER_ERROR)
             return _error(status, str(error), type(error).__name__)
@@ -170,9 +176,12 @@ class Sidecar:
     def _push(self, name: str, path: str, in_place: bool) -> None:
         if not in_place and self._is_resident(name):
             raise _Taken
+        if not (Path(path) / CONFIG).is_file():
+            raise _Missing
         tensors, config = read_adapter(path)
         try:
-            self._client.push_lora(tensors, config, name=name, expected_generation=None if in_place else 0)
+            generation = None if in_place else 0
+            self._client.push_lora(tensors, config, name=name, expected_generation=generation, evict=True)
         except Aborted:
             if not in_place and self._is_resident(name):  # another client has taken the name meanwhile
                 raise _Taken from None
@@ -184,6 +193,10 @@ class Sidecar:
 
 class _Taken(Exception):
     """An adapter with this name is already resident."""
+
+
+class _Missing(Exception):
+    """The directory has no adapter, or does not exist."""
 
 
 async def serve(sidecar: Sidecar, host: str, port: int, ready: Callable[[str], None]) -> None:

@@ -1,6 +1,8 @@
 //! `/v1/chat/completions`: the model's answers to a chat, and the tool calls in them.
 
 mod answers;
+mod message;
+mod messages;
 mod prompt;
 mod render;
 mod tools;
@@ -21,28 +23,31 @@ use crate::server::http::{AppState, HttpResult, JsonBody, members, sample};
 use crate::server::{ServingContext, pb};
 use crate::text::ToolFormat;
 use tools::{MAX_SHOWN, ToolCalling};
-use writer::{ChatOptions, ChatWriter};
+use writer::ChatWriter;
 
+pub(in crate::server::http) use message::*;
+pub(in crate::server::http) use messages::*;
 pub(in crate::server::http) use prompt::ChatPrompt;
 pub(in crate::server::http) use render::*;
+pub(in crate::server::http) use tools::typed;
 
 members! {
     /// The body.
     pub(in crate::server::http) struct ChatRequest {
         /// Maximum tokens of a sample (default: the rest of the context).
-        max_tokens: u32,
+        pub(in crate::server::http) max_tokens: u32,
         /// Same as `max_tokens`, and takes precedence over it.
-        max_completion_tokens: u32,
+        pub(in crate::server::http) max_completion_tokens: u32,
         /// Whether to report log-probabilities (default: false).
         #[schema(value_type = Option<bool>)]
-        logprobs: Box<RawValue>,
+        pub(in crate::server::http) logprobs: Box<RawValue>,
         /// How many most likely tokens to report beside each sampled one (default: 0).
-        top_logprobs: u32,
+        pub(in crate::server::http) top_logprobs: u32,
         /// Whether the model may call a tool: `auto`, `none`, `required`, or an object that names one (default: auto).
         #[schema(value_type = Option<serde_json::Value>)]
-        tool_choice: Box<RawValue>,
-        ..prompt: ChatPrompt,
-        ..sampling: Sampling,
+        pub(in crate::server::http) tool_choice: Box<RawValue>,
+        ..pub(in crate::server::http) prompt: ChatPrompt,
+        ..pub(in crate::server::http) sampling: Sampling,
     } rejects [
         "audio", "chat_template", "echo", "function_call", "functions", "modalities", "prediction", "reasoning_effort",
         "web_search_options"
@@ -72,7 +77,7 @@ pub(in crate::server::http) async fn chat_completions(
 ///
 /// # Errors
 /// `InvalidArgument` for members whose values only HTTP's bodies can have.
-fn message(
+pub(in crate::server::http) fn message(
     body: ChatRequest,
     id: Option<String>,
     context: &ServingContext,

@@ -13,22 +13,22 @@ members! {
         /// Objects with `role`, `content` (text, null, or a list of parts of the type text), and whatever else the
         /// template knows, such as `tool_calls`, `tool_call_id` and `reasoning_content`.
         #[schema(value_type = Option<Vec<serde_json::Value>>)]
-        pub(in crate::server::http::openai) messages: Box<RawValue>,
+        pub(in crate::server::http) messages: Box<RawValue>,
         /// Tools that the model may call: objects of the type `function`, with name, description and parameters.
         #[schema(value_type = Option<Vec<serde_json::Value>>)]
-        pub(super) tools: Box<RawValue>,
+        pub(in crate::server::http) tools: Box<RawValue>,
         /// Documents that the template shows: objects with `title` and `text`.
         #[schema(value_type = Option<Vec<serde_json::Value>>)]
-        documents: Box<RawValue>,
+        pub(in crate::server::http) documents: Box<RawValue>,
         /// Further variables of the template, such as `{"enable_thinking": false}`.
         #[schema(value_type = Option<serde_json::Value>)]
-        chat_template_kwargs: Box<RawValue>,
+        pub(in crate::server::http) chat_template_kwargs: Box<RawValue>,
         /// Whether the prompt ends where the answer begins (default: true, but false with continue_final_message).
-        add_generation_prompt: bool,
+        pub(in crate::server::http) add_generation_prompt: bool,
         /// Whether the answer continues the last message (default: false).
-        continue_final_message: bool,
+        pub(in crate::server::http) continue_final_message: bool,
         /// Whether the tokenizer adds special tokens to those that the template writes (default: false).
-        pub(in crate::server::http::openai) add_special_tokens: bool,
+        pub(in crate::server::http) add_special_tokens: bool,
     }
 }
 
@@ -48,7 +48,7 @@ impl ChatPrompt {
     ///
     /// # Errors
     /// `InvalidArgument` if there are no messages. Everything else is checked when the message is.
-    pub(in crate::server::http::openai) fn into_message(self) -> Result<pb::Prompt> {
+    pub(in crate::server::http) fn into_message(self) -> Result<pb::Prompt> {
         let messages =
             self.messages.ok_or_else(|| Error::invalid("messages", "is missing; give a list of messages"))?;
         let text = |json: Option<Box<RawValue>>| json.map_or_else(String::new, |json| Box::<str>::from(json).into());

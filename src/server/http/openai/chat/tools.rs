@@ -3,6 +3,7 @@
 use std::collections::BTreeMap;
 
 use serde::Deserialize;
+use serde::de::DeserializeOwned;
 use serde_json::value::RawValue;
 
 use crate::error::{Error, Result, shown};
@@ -143,13 +144,25 @@ fn list_schema(tools: &[ToolFunction]) -> Result<String> {
 
 /// Parses the tools.
 fn functions(tools: &RawValue) -> Result<Vec<ToolFunction>> {
-    let mut json = serde_json::Deserializer::from_str(tools.get());
-    let tools: Vec<Tool> = serde_path_to_error::deserialize(&mut json).map_err(|error| {
-        let path = shown(&error.path().to_string(), MAX_SHOWN);
-        let path = if path == "." { "tools".to_owned() } else { format!("tools{path}") };
-        Error::invalid(path, error.into_inner().to_string())
-    })?;
+    let tools: Vec<Tool> = typed("tools", tools)?;
     Ok(tools.into_iter().map(|tool| tool.function).collect())
+}
+
+/// Parses the value of `member`.
+///
+/// # Errors
+/// `InvalidArgument` with the path of the wrong member.
+pub(in crate::server::http) fn typed<T: DeserializeOwned>(member: &str, json: &RawValue) -> Result<T> {
+    let mut json = serde_json::Deserializer::from_str(json.get());
+    serde_path_to_error::deserialize(&mut json).map_err(|error| {
+        let path = shown(&error.path().to_string(), MAX_SHOWN);
+        let path = match path.as_str() {
+            "." => member.to_owned(),
+            path if path.starts_with('[') => format!("{member}{path}"),
+            path => format!("{member}.{path}"),
+        };
+        Error::invalid(path, error.into_inner().to_string())
+    })
 }
 
 #[cfg(test)]

@@ -1,49 +1,21 @@
 //! Makes the answers of `/v1/chat/completions` from the events of a request.
 
 use bytes::Bytes;
-use rand::distr::{Alphanumeric, SampleString as _};
 
 use super::answers::{Call, ChatAnswer, ChatChoice, ChunkChoice, Message, MessageDelta};
-use super::tools::ToolCalling;
+use super::message::{COPIES, ChatOptions, MessagePart, MessageReader};
 use crate::engine::{Completion, Summary, ValidRequest};
 use crate::error::Result;
 use crate::memory::Traffic;
-use crate::server::http::openai::answers::{Chunks, PromptIds, Report, Usage, finish_reason};
+use crate::server::http::openai::answers::{Chunks, PromptIds, Usage, finish_reason};
 use crate::server::http::openai::logprobs::{ChatLogprobsWriter, PromptLogprobs};
 use crate::server::http::{FinishedSamples, Outbox, Samples, json, samples_per_prompt};
-use crate::text::{Piece, ToolFormat, ToolParser};
 use crate::types::{Prompt, TokenLogprobs};
-
-/// Bytes that are kept for each sample until the answer is sent, besides the names of the tools.
-const SAMPLE: usize = 512;
-/// Most copies of a sample's text while it is searched for calls.
-const COPIES: usize = 4;
-
-/// The options of a chat's answer.
-pub(super) struct ChatOptions {
-    pub(super) report: Report,
-    /// The role of the answer.
-    pub(super) role: String,
-    pub(super) calling: ToolCalling,
-    /// Whether calls have names of nine letters and digits: Mistral's templates take no others.
-    pub(super) has_short_ids: bool,
-}
-
-impl ChatOptions {
-    /// A name for a call.
-    fn call_id(&self) -> String {
-        if self.has_short_ids {
-            return Alphanumeric.sample_string(&mut rand::rng(), 9);
-        }
-        format!("chatcmpl-tool-{:016x}", rand::random::<u64>())
-    }
-}
 
 /// The state of one streamed sample.
 struct Streamed {
     logprobs: ChatLogprobsWriter,
-    parser: Option<ToolParser>,
-    calls: usize,
+    reader: MessageReader,
 }
 
 /// Turns the events of one request into its answer, or into the events of its stream.
@@ -62,7 +34,7 @@ impl ChatWriter {
     pub(super) fn new(request: &ValidRequest, options: ChatOptions, traffic: &Traffic) -> Self {
         let samples = samples_per_prompt(request);
         let prompt = request.prompts.first().cloned().unwrap_or_default();
-        let bytes = samples * (SAMPLE + options.calling.heap_bytes());
+        let bytes = samples * options.sample_bytes();
         Self {
             kept: FinishedSamples::new(if options.report.is_stream { 0 } else { samples }, bytes, traffic),
             options,
@@ -79,39 +51,10 @@ impl ChatWriter {
         }
     }
 
-    fn parser(&self) -> Option<ToolParser> {
-        match &self.options.calling {
-            ToolCalling::Never | ToolCalling::Named(_) => None,
-            ToolCalling::Required { names } => Some(ToolParser::new(ToolFormat::List, names.clone())),
-            ToolCalling::Auto { format, names } => Some(ToolParser::new(*format, names.clone())),
-        }
-    }
-
-    /// The content of a sample's text, and the calls that are found in it.
-    fn message(&self, text: String) -> (Option<String>, Vec<Call>) {
-        let (mut content, mut calls) = (None::<String>, Vec::new());
-        match (self.parser(), &self.options.calling) {
-            (Some(mut parser), _) => {
-                let mut pieces = Vec::new();
-                parser.push(&text, &mut pieces);
-                parser.finish(&mut pieces);
-                for piece in pieces {
-                    match piece {
-                        Piece::Content(text) => content.get_or_insert_default().push_str(&text),
-                        Piece::Call(call) => calls.push(Call::new(self.options.call_id(), call.name, call.arguments)),
-                    }
-                }
-            }
-            (None, ToolCalling::Named(name)) => calls.push(Call::new(self.options.call_id(), name.clone(), text)),
-            (None, _) => content = Some(text),
-        }
-        (content, calls)
-    }
-
     /// The finish reason in OpenAI's words. A call that was forced by its name is the answer, and ends as one.
     fn ended(&self, completion: &Completion, has_calls: bool) -> &'static str {
         match finish_reason(completion.finish_reason) {
-            "stop" if has_calls && !matches!(self.options.calling, ToolCalling::Named(_)) => "tool_calls",
+            "stop" if has_calls && !self.options.names_call() => "tool_calls",
             reason => reason,
         }
     }
@@ -128,44 +71,23 @@ impl ChatWriter {
             let prompt = PromptIds { prompt_token_ids: ids, ..PromptIds::default() };
             self.send(ChunkChoice { index, delta, ..ChunkChoice::default() }, Some(prompt), out);
             let logprobs = self.options.report.chat_logprobs_writer();
-            self.streamed.push(Some(Streamed { logprobs, parser: self.parser(), calls: 0 }));
+            self.streamed.push(Some(Streamed { logprobs, reader: MessageReader::new(&self.options) }));
         }
     }
 
     /// The deltas that `text` adds to a sample, whose last text it is if `is_last`.
     fn deltas(&mut self, index: usize, text: &str, is_last: bool) -> Vec<MessageDelta<'static>> {
         let Some(streamed) = self.streamed[index].as_mut() else { return Vec::new() };
-        let mut deltas = Vec::new();
-        match (&mut streamed.parser, &self.options.calling) {
-            (Some(parser), _) => {
-                let mut pieces = Vec::new();
-                parser.push(text, &mut pieces);
-                if is_last && let Some(parser) = streamed.parser.take() {
-                    parser.finish(&mut pieces);
-                }
-                for piece in pieces {
-                    match piece {
-                        Piece::Content(text) => deltas.push(MessageDelta::text(text)),
-                        Piece::Call(call) => {
-                            deltas.push(MessageDelta::begun_call(streamed.calls, self.options.call_id(), call.name));
-                            deltas.push(MessageDelta::arguments(streamed.calls, call.arguments));
-                            streamed.calls += 1;
-                        }
-                    }
-                }
+        let mut calls = streamed.reader.calls();
+        let delta = |part| match part {
+            MessagePart::Content(text) => MessageDelta::text(text),
+            MessagePart::Call { id, name } => {
+                calls += 1;
+                MessageDelta::begun_call(calls - 1, id, name)
             }
-            (None, ToolCalling::Named(name)) => {
-                if streamed.calls == 0 {
-                    deltas.push(MessageDelta::begun_call(0, self.options.call_id(), name.clone()));
-                    streamed.calls = 1;
-                }
-                if !text.is_empty() {
-                    deltas.push(MessageDelta::arguments(0, text.to_owned()));
-                }
-            }
-            (None, _) => deltas.push(MessageDelta::text(text.to_owned())),
-        }
-        deltas
+            MessagePart::Arguments(text) => MessageDelta::arguments(calls - 1, text),
+        };
+        streamed.reader.read(&self.options, text, is_last).into_iter().map(delta).collect()
     }
 
     /// Streams `tokens` of a sample and the text that they complete, and its end if `completion` is given. The first
@@ -212,7 +134,7 @@ impl ChatWriter {
 
     /// Number of calls that were found in a streamed sample.
     fn calls(&self, index: usize) -> usize {
-        self.streamed[index].as_ref().map_or(0, |streamed| streamed.calls)
+        self.streamed[index].as_ref().map_or(0, |streamed| streamed.reader.calls())
     }
 
     /// Sends one event of a stream.
@@ -253,7 +175,8 @@ impl Samples for ChatWriter {
         let stop_reason = report.stop_reason(&completion);
         let mut text = completion.text.clone().unwrap_or_default();
         text.push_str(report.ending(stop_reason.as_ref()));
-        let (content, tool_calls) = self.message(text);
+        let (content, calls) = MessageReader::read_whole(&self.options, &text);
+        let tool_calls: Vec<_> = calls.into_iter().map(|call| Call::new(call.id, call.name, call.arguments)).collect();
         let tokens = &completion.tokens;
         let choice = ChatChoice {
             index: completion.sample_index as usize,

@@ -1,0 +1,152 @@
+//! Messages, tools and template variables in the form in which a chat has them, for protocols that write them
+//! otherwise.
+
+use std::collections::BTreeMap;
+
+use serde::Serialize;
+use serde_json::value::{RawValue, to_raw_value};
+use serde_json::{Value, json};
+
+use super::tools::typed;
+use crate::error::{Error, Result};
+
+/// A message of a chat.
+#[derive(Default, Serialize)]
+pub(in crate::server::http) struct ChatMessage {
+    pub(in crate::server::http) role: &'static str,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(in crate::server::http) content: Option<ChatContent>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(in crate::server::http) reasoning_content: Option<String>,
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    pub(in crate::server::http) tool_calls: Vec<ChatCall>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(in crate::server::http) tool_call_id: Option<String>,
+}
+
+/// The content of a message: a text, or several.
+#[derive(Serialize)]
+#[serde(untagged)]
+pub(in crate::server::http) enum ChatContent {
+    Text(String),
+    Parts(Vec<TextPart>),
+}
+
+/// One of several texts.
+#[derive(Serialize)]
+pub(in crate::server::http) struct TextPart {
+    r#type: &'static str,
+    text: String,
+}
+
+/// A call that an earlier answer has made.
+#[derive(Serialize)]
+pub(in crate::server::http) struct ChatCall {
+    id: String,
+    r#type: &'static str,
+    function: CalledFunction,
+}
+
+#[derive(Serialize)]
+struct CalledFunction {
+    name: String,
+    /// An object, or its JSON in a text.
+    arguments: Box<RawValue>,
+}
+
+/// A tool that the model may call.
+#[derive(Serialize)]
+pub(in crate::server::http) struct ChatTool {
+    r#type: &'static str,
+    function: OfferedFunction,
+}
+
+#[derive(Serialize)]
+struct OfferedFunction {
+    name: String,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    description: Option<String>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    parameters: Option<Box<RawValue>>,
+}
+
+impl ChatMessage {
+    /// A message of `texts`, which may be none.
+    pub(in crate::server::http) fn new(role: &'static str, mut texts: Vec<String>) -> Self {
+        let part = |text| TextPart { r#type: "text", text };
+        let content = match texts.len() {
+            0 => None,
+            1 => texts.pop().map(ChatContent::Text),
+            _ => Some(ChatContent::Parts(texts.into_iter().map(part).collect())),
+        };
+        Self { role, content, ..Self::default() }
+    }
+
+    /// The result of the call `id`.
+    pub(in crate::server::http) fn result(id: String, text: String) -> Self {
+        Self { tool_call_id: Some(id), ..Self::new("tool", vec![text]) }
+    }
+}
+
+impl ChatCall {
+    pub(in crate::server::http) fn new(id: String, name: String, arguments: Box<RawValue>) -> Self {
+        Self { id, r#type: "function", function: CalledFunction { name, arguments } }
+    }
+}
+
+impl ChatTool {
+    pub(in crate::server::http) fn new(
+        name: String,
+        description: Option<String>,
+        parameters: Option<Box<RawValue>>,
+    ) -> Self {
+        Self { r#type: "function", function: OfferedFunction { name, description, parameters } }
+    }
+}
+
+/// `value` as JSON for a member of a chat's body.
+///
+/// # Errors
+/// `Internal` if it cannot be written, which is a bug.
+pub(in crate::server::http) fn raw(value: &impl Serialize) -> Result<Box<RawValue>> {
+    to_raw_value(value).map_err(|error| Error::Internal(format!("a member of a chat cannot be written: {error}")))
+}
+
+/// The `tool_choice` that forces a call of the tool `name`.
+pub(in crate::server::http) fn named_tool(name: &str) -> Value {
+    json!({ "type": "function", "function": { "name": name } })
+}
+
+/// The `response_format` of texts that follow `schema`.
+pub(in crate::server::http) fn schema_format(schema: &RawValue) -> Result<Box<RawValue>> {
+    raw(&SchemaFormat { r#type: "json_schema", json_schema: NamedSchema { schema } })
+}
+
+#[derive(Serialize)]
+struct SchemaFormat<'a> {
+    r#type: &'static str,
+    json_schema: NamedSchema<'a>,
+}
+
+#[derive(Serialize)]
+struct NamedSchema<'a> {
+    schema: &'a RawValue,
+}
+
+/// Variables of the template: those `given`, and those that say how much the model is to reason. `effort` is `none` for
+/// no reasoning at all.
+///
+/// # Errors
+/// `InvalidArgument` if those given are not an object.
+pub(in crate::server::http) fn with_effort(
+    given: Option<Box<RawValue>>,
+    effort: Option<&str>,
+) -> Result<Option<Box<RawValue>>> {
+    let Some(effort) = effort else { return Ok(given) };
+    let given = given.map(|given| typed("chat_template_kwargs", &given)).transpose()?;
+    let mut variables: BTreeMap<String, Box<RawValue>> = given.unwrap_or_default();
+    for (name, value) in [("reasoning_effort", raw(&effort)?), ("enable_thinking", raw(&(effort != "none"))?)] {
+        variables.entry(name.into()).or_insert(value);
+    }
+    raw(&variables).map(Some)
+}
