@@ -17,6 +17,9 @@ DESCRIPTORS := clients/python/src/rollout_client/rollout.binpb
 API_MODULES := rollout_client rollout_client.types rollout_client.options rollout_client.replay rollout_client.fleet
 # What needs torch: real trainers in tests, and what makes the fixtures anew. Several GB.
 TRAINERS := .venv-trainers
+# Clients of OpenAI's API as vLLM's users have them.
+CLIENTS := .venv-clients
+CLIENT_TESTS := clients/python/tests/compat
 # What builds the wheels: maturin, and zig, which links for an older glibc than this machine's.
 WHEEL_TOOLS := .venv-wheel
 WHEELS := target/wheels
@@ -95,6 +98,10 @@ test-python: setup browser server
 test-trainers: $(TRAINERS)/.installed server ## real trainers against the server: TRL, PEFT (installs torch, several GB, into .venv-trainers)
 	$(call say,Trainers against the server)
 	$(TRAINERS)/bin/python -m pytest $(TRAINER_TESTS) --server $(SERVER)
+
+test-clients: $(CLIENTS)/.installed server $(SMOLLM2) ## openai, litellm, langchain, anthropic, lm-eval and others against the server (installs them into .venv-clients)
+	$(call say,Clients against the server)
+	$(CLIENTS)/bin/python -m pytest $(CLIENT_TESTS) --server $(SERVER)
 
 test-integrations: $(INTEGRATED:%=.venv-%/.installed) server ## ms-swift and verl against the server (installs torch into .venv-swift and .venv-verl)
 	@for name in $(INTEGRATED); do \
