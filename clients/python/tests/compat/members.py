@@ -25,6 +25,9 @@ TOOL = {"type": "function", "function": {"name": "f", "description": "counts", "
 ROOM = {"max_tokens": 80, "logit_bias": {"200": -100, "201": -100, "204": -100, "223": -100}}
 """For JSON, with few tokens for white space, which a random model would not stop writing."""
 
+THINKS = {"temperature": 0, "max_tokens": 9, "prompt": "So?\n", "token_ids": [201]}
+"""For the model that thinks after a line feed; each route takes the prompt that it knows."""
+
 
 class Reply:
     """An answer of one of the three routes, read alike. A stream's parts are joined."""
@@ -65,13 +68,15 @@ class Case:
     """A member's value, which may depend on the answer without it, and its effect on the answer.
 
     Without an effect the member changes nothing here that a client could see. `also` are the members that both requests
-    have, `routes` those that know the member in vLLM: C for completions, H for chats, G for token ids.
+    have, `routes` those that know the member in vLLM: C for completions, H for chats, G for token ids. `model` is one
+    of those that test_members.py makes.
     """
 
     value: Any
     effect: Effect | None = None
     also: dict[str, Any] = field(default_factory=dict)
     routes: str = "CHG"
+    model: str = "probe"
 
 
 def changed(reply: Reply, base: Reply) -> bool:
@@ -229,7 +234,9 @@ CASES = {
         lambda reply, base: len(reply.tokens) < len(base.tokens),
         {"allowed_token_ids": [TOKEN]},
     ),
-    "thinking_token_budget": Case(5),
+    "thinking_token_budget": Case(
+        2, lambda reply, base: 0 < len(reply.tokens) < len(base.tokens), THINKS, model="thinker"
+    ),
     "structured_outputs.json": Case({"json": SCHEMA}, content(is_json), ROOM),
     "structured_outputs.regex": Case({"regex": "[0-9]{3}"}, content(lambda text: text.isdigit()), ROOM),
     "structured_outputs.choice": Case({"choice": ["yes", "no"]}, content(lambda text: text in ("yes", "no")), ROOM),
@@ -268,7 +275,13 @@ CASES = {
     "chat_template": Case("{{ 'Hello' }}", other_prompt, routes="H"),
     "chat_template_kwargs": Case({"mood": "very good"}, longer_prompt, routes="H"),
     "reasoning_effort": Case("high", longer_prompt, routes="H"),
-    "include_reasoning": Case(False, routes="H"),
+    "include_reasoning": Case(
+        False,
+        lambda reply, base: base.message.get("reasoning") and not reply.message.get("reasoning"),
+        THINKS,
+        routes="H",
+        model="thinker",
+    ),
     "media_io_kwargs": Case({"image": {}}, routes="H"),
     "mm_processor_kwargs": Case({"num_crops": 4}, routes="H"),
     # The report.

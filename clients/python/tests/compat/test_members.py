@@ -7,6 +7,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 import shutil
@@ -16,6 +17,7 @@ from members import CASES, Reply
 from routes import ROUTES, send
 
 from rollout_client import ServerProcess
+from scripted import write_scripted
 from serving import FIXTURES, REPOSITORY, SMALL_CACHE, assert_idle
 from vllm_answers import ask
 
@@ -39,10 +41,8 @@ SHOWN = "tools documents mood reasoning_effort"
 WORKS, NO_EFFECT, IGNORED, REJECTED = "works", "no effect", "ignored", "rejected"
 
 
-@pytest.fixture(scope="module")
-def probe(binary, tmp_path_factory):
-    """A server of a tiny model whose prompts show every member that a template can show."""
-    model = tmp_path_factory.mktemp("models") / "probe"
+def make_probe(model):
+    """A tiny model whose prompts show every member that a template can show."""
     shutil.copytree(FIXTURES / "llama", model)
     shown = "".join(f"{{% if {name} %}}{{{{ {name} | string }}}}{{% endif %}}" for name in SHOWN.split())
     template = model / "chat_template.jinja"
@@ -56,10 +56,31 @@ def probe(binary, tmp_path_factory):
         "special_tokens": {"<|endoftext|>": {"id": "<|endoftext|>", "ids": [0], "tokens": ["<|endoftext|>"]}},
     }
     (model / "tokenizer.json").write_text(json.dumps(tokenizer))
-    flags = [*SMALL_CACHE, "--mem-util", "0.2", "--served-model-name", "probe", "--weights-dir", str(FIXTURES)]
-    with ServerProcess(binary, model, [*flags, "--max-adapters", "1"]) as server:
-        yield server
-        assert_idle(server.client)
+
+
+def make_thinker(model):
+    """A model that thinks before it answers."""
+    template = (FIXTURES / "llama/chat_template.jinja").read_text() + "{# <think></think> #}"
+    write_scripted(model, template, [["<think>", "one", "two", "three", "four", "</think>", "yes"]])
+
+
+MODELS = {"probe": make_probe, "thinker": make_thinker}
+
+
+@pytest.fixture(scope="module")
+def servers(binary, tmp_path_factory):
+    """A server of each of the models, by its name."""
+    directory = tmp_path_factory.mktemp("models")
+    flags = [*SMALL_CACHE, "--mem-util", "0.2", "--weights-dir", str(FIXTURES), "--max-adapters", "1"]
+    with contextlib.ExitStack() as stack:
+        found = {}
+        for name, make in MODELS.items():
+            make(directory / name)
+            process = ServerProcess(binary, directory / name, [*flags, "--served-model-name", name])
+            found[name] = stack.enter_context(process)
+        yield found
+        for server in found.values():
+            assert_idle(server.client)
 
 
 def ask_with(server, route, members):
@@ -107,14 +128,14 @@ def code(text):
     return f"`` {text} ``" if "`" in text else f"`{text}`"
 
 
-def member_rows(server):
+def member_rows(servers):
     rows, problems = {}, []
     for name, case in CASES.items():
         member, value = re.fullmatch(r"([\w.]+)(?:: (.*)| \(.*\))?", name).groups()
         verdicts = rows.setdefault(f"`{member}`" + (f": {value}" if value else ""), {})
         for route in case.routes:
             try:
-                verdicts[route] = verdict(server, route, name, case)
+                verdicts[route] = verdict(servers[case.model], route, name, case)
             except AssertionError as problem:
                 problems.append(str(problem).partition("\n")[0])
     assert not problems, "\n".join(problems)
@@ -123,7 +144,8 @@ def member_rows(server):
         yield [label, *(verdicts.get(route, ("",))[0] for route in PATHS), "; ".join(sorted(messages))]
 
 
-def route_rows(server):
+def route_rows(servers):
+    server = servers["probe"]
     described = ask(server.http_address, "GET", "/openapi.json").body["paths"]
     rows = []
     for route, request in ROUTES.items():
@@ -158,9 +180,9 @@ TABLES = {
 
 
 @pytest.mark.parametrize("kind", TABLES)
-def test_the_table_says_what_the_server_does(probe, request, kind):
+def test_the_table_says_what_the_server_does(servers, request, kind):
     heading, rows = TABLES[kind]
-    expected = table(heading, rows(probe))
+    expected = table(heading, rows(servers))
     page = PAGE.read_text()
     head = re.escape(table(heading, []).partition("\n")[0])
     (written,) = re.findall(rf"^{head}\n(?:\|.*\n)*", page, re.MULTILINE)
