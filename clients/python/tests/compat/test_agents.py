@@ -1,16 +1,25 @@
-"""`openai-agents`: an agent that calls a tool and answers with its result."""
+"""`openai-agents`: an agent that calls a tool and answers with its result, by each of OpenAI's two APIs for chats."""
 
 from __future__ import annotations
 
 import asyncio
 
 import pytest
-from agents import Agent, ModelSettings, OpenAIChatCompletionsModel, Runner, function_tool
+from agents import (
+    Agent,
+    ModelSettings,
+    OpenAIChatCompletionsModel,
+    OpenAIResponsesModel,
+    Runner,
+    function_tool,
+)
 from openai import AsyncOpenAI
 
+MODELS = [OpenAIChatCompletionsModel, OpenAIResponsesModel]
 
-@pytest.fixture
-def calculator(caller):
+
+@pytest.fixture(params=MODELS)
+def calculator(request, caller):
     """An agent with a tool, and the arguments that its tool was called with."""
     calls = []
 
@@ -25,8 +34,8 @@ def calculator(caller):
         calls.append((a, b))
         return a + b
 
-    model = OpenAIChatCompletionsModel("caller", AsyncOpenAI(base_url=f"{caller}/v1", api_key="none", max_retries=0))
-    settings = ModelSettings(temperature=0, parallel_tool_calls=False)
+    model = request.param("caller", AsyncOpenAI(base_url=f"{caller}/v1", api_key="none", max_retries=0))
+    settings = ModelSettings(temperature=0)
     return Agent(name="calculator", instructions="Add.", model=model, tools=[add], model_settings=settings), calls
 
 

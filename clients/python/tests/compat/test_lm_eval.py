@@ -122,3 +122,13 @@ def test_chats(smollm2, tasks):
         num_concurrent=2,
     )
     assert all(sample["resps"][0][0] for sample in samples)
+
+
+def test_the_servers_tokenizer(tiny, tasks):
+    """lm-eval finds `/tokenizer_info`, and needs no files of the model then."""
+    url = f"http://{tiny.http_address}/v1/completions"
+    found = evaluate(tasks, "choice", "local-completions", model=str(MODEL), base_url=url, tokenizer_backend="remote")
+    given = evaluate(
+        tasks, "choice", "local-completions", model=str(MODEL), base_url=url, tokenizer_backend="huggingface"
+    )
+    assert [sample["resps"] for sample in found] == [sample["resps"] for sample in given]
