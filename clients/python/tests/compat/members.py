@@ -13,6 +13,7 @@ GREEDY = {"temperature": 0}
 LONG = {**GREEDY, "max_tokens": 48}
 BEGIN, END, TOKEN, OTHER = 1, 2, 300, 301
 """Token ids of the model: two special ones, of which the second ends a sample, and two plain ones."""
+LETTERS = [74, 75]
 ENDS = {"logit_bias": {str(END): 100}}
 SPECIAL = {"allowed_token_ids": [BEGIN], "ignore_eos": True}
 SCHEMA = {
@@ -228,7 +229,12 @@ CASES = {
     "prompt_logprob_token_ids": Case(
         [TOKEN], lambda reply, _: str(TOKEN) in reply.prompt_logprobs[1], {"prompt_logprobs": 0}, routes="G"
     ),
-    "bad_words": Case(lambda base: [base.text], changed, {"max_tokens": 1}, routes="CH"),
+    "bad_words": Case(
+        lambda base: [base.text],
+        changed,
+        {"max_tokens": 1, "allowed_token_ids": LETTERS},
+        routes="CH",
+    ),
     "repetition_detection": Case(
         {"max_pattern_size": 1, "min_count": 2},
         lambda reply, base: len(reply.tokens) < len(base.tokens),
@@ -322,7 +328,7 @@ CASES = {
     "output_mode: derender": Case("derender", lambda reply, _: bool(reply.message), routes="G"),
     "parse_context": Case({"tools": None}, routes="G"),
     "prompt_logprob_start": Case(
-        1,
+        2,
         lambda reply, base: len(reply.prompt_logprobs) < len(base.prompt_logprobs),
         {"prompt_logprobs": 0},
         routes="G",
