@@ -15,9 +15,11 @@ SMOLLM2 := $(MODELS)/SmolLM2-135M-Instruct.Q4_1.gguf
 DESCRIPTORS := clients/python/src/rollout_client/rollout.binpb
 # Modules whose pages `make docs` makes; those of the extras need packages of their own.
 API_MODULES := rollout_client rollout_client.types rollout_client.options rollout_client.replay rollout_client.fleet
-PYTHON_SOURCES := clients benches tests docker examples scripts
 # What needs torch: real trainers in tests, and what makes the fixtures anew. Several GB.
 TRAINERS := .venv-trainers
+# Clients of OpenAI's API as vLLM's users have them.
+CLIENTS := .venv-clients
+CLIENT_TESTS := clients/python/tests/compat
 # What builds the wheels: maturin, and zig, which links for an older glibc than this machine's.
 WHEEL_TOOLS := .venv-wheel
 WHEELS := target/wheels
@@ -73,10 +75,7 @@ server: check-cargo ## build the server
 
 wheel: $(WHEEL_TOOLS)/.installed check-cargo ## the packages that pip installs, server and client, in target/wheels (compiles everything once more)
 	$(call say,Building the wheels: $(WHEELS))
-	@rm -rf $(WHEELS)
-	$(WHEEL_TOOLS)/bin/python -m build --outdir $(WHEELS) clients/python
-	cd packaging/server && PATH="$(abspath $(WHEEL_TOOLS))/bin:$$PATH" CARGO_TARGET_DIR=$(abspath target) \
-		maturin build --sdist --zig --compatibility manylinux_2_28 --out $(abspath $(WHEELS))
+	@scripts/wheel.sh $(WHEEL_TOOLS)/bin $(WHEELS)
 
 demo: setup server $(SMOLLM2) ## samples from a real model, a pushed adapter, sleep and wake
 	@$(BIN)/python -m rollout_client.demo --server $(SERVER) --model $(SMOLLM2)
@@ -100,6 +99,10 @@ test-trainers: $(TRAINERS)/.installed server ## real trainers against the server
 	$(call say,Trainers against the server)
 	$(TRAINERS)/bin/python -m pytest $(TRAINER_TESTS) --server $(SERVER)
 
+test-clients: $(CLIENTS)/.installed server $(SMOLLM2) ## openai, litellm, langchain, anthropic, lm-eval and others against the server (installs them into .venv-clients)
+	$(call say,Clients against the server)
+	$(CLIENTS)/bin/python -m pytest $(CLIENT_TESTS) --server $(SERVER)
+
 test-integrations: $(INTEGRATED:%=.venv-%/.installed) server ## ms-swift and verl against the server (installs torch into .venv-swift and .venv-verl)
 	@for name in $(INTEGRATED); do \
 		printf '\033[1m==> %s against the server\033[0m\n' $$name; \
@@ -117,20 +120,12 @@ cuda: $(CUDA_TOOLS) ## build the server for NVIDIA GPUs (needs none; installs th
 	$(call say,Building the server for NVIDIA GPUs: $(CUDA_TARGET)/release/rollout-server)
 	$(cuda_sh) build
 
-cuda-test: $(CUDA_TOOLS) ## the kernels and the server on an emulated GPU
-	$(cuda_sh) test
-
-cuda-test-binaries: $(CUDA_TOOLS)
-	$(cuda_sh) test-binaries
-
-cuda-test-flash: $(CUDA_TOOLS) ## candle-flash-attn's kernels on an emulated GPU, beside our own (minutes to compile)
-	$(cuda_sh) test-flash
-
-cuda-test-trainers: $(TRAINERS)/.installed $(CUDA_TOOLS) ## TRL's own trainer, which broadcasts its weights to an emulated GPU
-	$(cuda_sh) test-trainers
-
-cuda-check: $(CUDA_TOOLS) ## registers, spills and instructions of each kernel for each card, beside the committed table
-	$(cuda_sh) check
+cuda-test: ## the kernels and the server on an emulated GPU
+cuda-test-flash: ## candle-flash-attn's kernels on an emulated GPU, beside our own (minutes to compile)
+cuda-test-trainers: $(TRAINERS)/.installed ## TRL's own trainer, which broadcasts its weights to an emulated GPU
+cuda-check: ## registers, spills and instructions of each kernel for each card, beside the committed table
+cuda-test cuda-test-binaries cuda-test-flash cuda-test-trainers cuda-check: $(CUDA_TOOLS)
+	$(cuda_sh) $(@:cuda-%=%)
 
 # Without a card the script ends with 77, which make reports as `Error 77` and its own status 2: nothing was checked.
 gpu-check: check-python ## the same tests on a card, in the order to try first; status 77 of the script without one
@@ -162,14 +157,7 @@ simulate-mutants: setup check-cargo ## plant bugs in copies of the engine and of
 	$(SIMULATE_FLEET).planted
 
 lint: setup check-cargo ## formatting, spelling, clippy, rustdoc and ruff
-	$(call say,Formatting)
-	$(CARGO) fmt --all --check
-	$(BIN)/ruff format --check $(PYTHON_SOURCES)
-	$(call say,Lints)
-	$(BIN)/ruff check $(PYTHON_SOURCES)
-	git ls-files -z | xargs -0 $(BIN)/codespell
-	$(CARGO) clippy --workspace --release --all-targets -- -D warnings
-	RUSTDOCFLAGS='-D warnings' $(CARGO) doc --workspace --release --no-deps --document-private-items
+	@scripts/lint.sh
 
 test-aarch64: check-cargo ## the kernels' tests for aarch64, under an emulator (Debian, root)
 	$(call say,Kernels for aarch64)
@@ -205,13 +193,10 @@ image-check: setup check-cargo ## build the Docker image without Docker and try 
 	$(call say,Building and trying the image of the last commit)
 	PYTHON=$(BIN)/python docker/image-check.sh
 
-check-python:
-	@scripts/check-tools.sh python
-
-check-cargo:
-	@scripts/check-tools.sh cargo
+check-python check-cargo:
+	@scripts/check-tools.sh $(@:check-%=%)
 
 include scripts/installed.mk benches/benches.mk
 
 # Every target with a plain name; those with a path are files.
-.PHONY: $(shell sed -n 's/^\([a-z-]*\):.*/\1/p' $(MAKEFILE_LIST))
+.PHONY: $(shell sed -n 's/^\([a-z -]*\):.*/\1/p' $(MAKEFILE_LIST))

@@ -15,6 +15,9 @@ $(VENV)/.installed: clients/python/pyproject.toml
 $(TRAINERS)/.installed: clients/python/pyproject.toml $(TRAINER_TESTS)/requirements.txt
 	$(call environment,Installing torch and trainers into $(@D): several GB and some minutes,--requirement $(lastword $^))
 
+$(CLIENTS)/.installed: clients/python/pyproject.toml $(CLIENT_TESTS)/requirements.txt
+	$(call environment,Installing clients of OpenAI's API into $(@D): 1.5 GB and a minute or two,--requirement $(lastword $^))
+
 .venv-%/.installed: clients/python/pyproject.toml $(INTEGRATIONS)/%/requirements.txt
 	$(call environment,Installing torch and $* into $(@D): several GB and some minutes,--requirement $(lastword $^))
 

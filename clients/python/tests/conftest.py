@@ -30,7 +30,10 @@ def pytest_addoption(parser):
         help="the rollout-server binary that test_server.py runs",
     )
     parser.addoption(
-        "--record", action="store_true", help="write tests/fixtures/recorded.json anew (see test_recorded.py)"
+        "--record",
+        action="store_true",
+        help="write anew what a test compares with: tests/fixtures/recorded.json (test_recorded.py), or the tables of "
+        "docs/http.md (compat/test_members.py)",
     )
 
 
