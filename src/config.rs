@@ -1,6 +1,7 @@
 //! The server's only configuration: command line and environment variables, checked once and passed on as structs.
 
 mod command_line;
+mod lora_module;
 
 use std::path::{Path, PathBuf};
 
@@ -10,6 +11,7 @@ use clap_complete::Shell;
 use rollout_kernels::{AllReduce, AttentionKernel, Backend};
 
 pub use command_line::CommandLine;
+pub use lora_module::LoraModule;
 
 use crate::error::{Error, Result};
 
@@ -200,6 +202,16 @@ pub struct Config {
         value_name = "N"
     )]
     pub max_adapters: usize,
+
+    /// Adapters to load at the start, each NAME=DIRECTORY; each takes one of --max-adapters.
+    #[arg(
+        long,
+        help_heading = "Weights and adapters",
+        env = "ROLLOUT_LORA_MODULES",
+        num_args = 1..,
+        value_name = "NAME=DIR"
+    )]
+    pub lora_modules: Vec<LoraModule>,
 
     /// Maximum rank of a resident adapter.
     #[arg(
@@ -428,6 +440,10 @@ impl Config {
         }
         if self.max_adapters > 1024 {
             return fail("max-adapters", &self.max_adapters, "at most 1024");
+        }
+        if self.lora_modules.len() > self.max_adapters {
+            let want = format!("at least {}, the number of --lora-modules", self.lora_modules.len());
+            return fail("max-adapters", &self.max_adapters, &want);
         }
         if !(1..=1024).contains(&self.max_lora_rank) {
             return fail("max-lora-rank", &self.max_lora_rank, "from 1 to 1024");

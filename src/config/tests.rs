@@ -37,6 +37,7 @@ fn flags_that_give_up_batch_invariance_are_known() {
 fn a_bad_value_is_named_with_what_is_allowed() {
     for (args, part) in [
         (&["--mem-util", "0"][..], "--mem-util 0: must be above 0"),
+        (&["--lora-modules", "a=/x", "b=/y"], "--max-adapters 0: must be at least 2, the number of --lora-modules"),
         (&["--mem-util", "NaN"], "--mem-util NaN"),
         (&["--port", "8000"], "--port 8000: must be another one than --http-port: it is gRPC's"),
         (&["--tp", "0"], "--tp 0: must be from 1 to 64"),

@@ -37,6 +37,7 @@ pub use security::{SecurityConfig, TlsFiles};
 pub use shutdown::{ShutdownHandle, ShutdownOrders, shutdown_channel, watch_signals};
 pub use state::{ModelFacts, ServingContext};
 
+use crate::config::LoraModule;
 use crate::engine::{Command, EngineHandle};
 use crate::error::{Error, Result};
 use crate::memory::{Traffic, trim};
@@ -98,6 +99,8 @@ pub struct ServerConfig {
     pub shutdown_grace: Duration,
     /// Tokens and TLS.
     pub security: SecurityConfig,
+    /// Adapters that are loaded before the first call is admitted.
+    pub lora_modules: Vec<LoraModule>,
 }
 
 /// The listening ports. They are taken before the model is loaded, so that a wrong one ends the start early.
@@ -192,6 +195,7 @@ pub async fn serve(
     report(&health, ServingStatus::NotServing).await;
     let stop = CancellationToken::new();
     let grace = bound.config.shutdown_grace;
+    let lora_modules = std::mem::take(&mut bound.config.lora_modules);
     let (address, http) = (bound.address(), bound.http_address());
     let frame_room = FrameRoom::new();
     // A set aborts its task when it is dropped: neither task outlives `serve`.
@@ -199,8 +203,12 @@ pub async fn serve(
     secrets.spawn(bound.security.keep_current());
     transport.spawn(both_ports(bound, frame_room.clone(), &server, health_service, stop.clone())?);
 
+    let context = async {
+        let context = context.await?;
+        pushes::load_modules(&server, &context, &lora_modules).await.map(|()| Arc::new(context))
+    };
     let context = tokio::select! {
-        context = context => Arc::new(context?),
+        context = context => context?,
         _ = orders.next() => return Ok(Ended::Cut),
     };
     stage.set(Stage::Serving(context.clone()));

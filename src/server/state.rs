@@ -22,6 +22,7 @@ use crate::types::TokenId;
 use crate::weights::{Parameters, Sources};
 
 /// Everything the services need once the model is loaded.
+#[derive(Clone)]
 pub struct ServingContext {
     pub model: Arc<ModelFacts>,
     /// The answer to GetInfo, without the facts of `model`.

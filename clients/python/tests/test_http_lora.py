@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import socket
+import subprocess
 import threading
 import time
 
@@ -429,3 +430,42 @@ def test_trls_async_trainer_finds_all_that_it_calls(served):
     assert all(found == [found[0]] * len(found) for found in same.values()), "a version is its tensors, to the bit"
     assert len({str(found[0]) for found in same.values()}) == 4
     assert served.models() == [MODEL, "trl-policy-v4", "trl-policy-v5"]
+
+
+def test_adapters_of_the_command_line_are_loaded_before_the_first_request(binary, tmp_path):
+    rng = np.random.default_rng(6)
+    tensors, config = random_adapter(rng, read_model(PUSH_MODEL), rank=4)
+    path = write_adapter(tmp_path / "one", tensors, config)
+    flags = [
+        *SMALL_CACHE,
+        "--enable-lora",
+        "--lora-modules",
+        f"one={path}",
+        json.dumps({"name": "b", "path": str(path)}),
+    ]
+    with ServerProcess(binary, PUSH_MODEL, flags) as server:
+        listed = ask(server.http_address, "GET", "/v1/models").body["data"]
+        assert [(model["id"], model["root"]) for model in listed[1:]] == [("one", str(path)), ("b", str(path))]
+        served = Served(server.http_address, server.client, tmp_path, {})
+        server.client.push_lora(tensors, config, name="grpc")
+        assert served.bits("one") == served.bits("b") == served.bits("grpc") != served.bits()
+
+
+@pytest.mark.parametrize("module, said", [
+    ("one={path}/nothing", "the directory needs adapter_config.json and adapter_model.safetensors"),
+    (f"{MODEL}={{path}}", "the model itself has this name"),
+    ("one", "is not NAME=DIRECTORY"),
+])  # fmt: skip
+def test_an_adapter_that_cannot_be_loaded_ends_the_start(binary, tmp_path, module, said):
+    command = [
+        binary,
+        MODEL,
+        *SMALL_CACHE,
+        "--port",
+        "0",
+        "--enable-lora",
+        "--lora-modules",
+        module.format(path=tmp_path),
+    ]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert ended.returncode != 0 and said in ended.stderr, ended

@@ -1,11 +1,13 @@
 //! Pushes of weights over gRPC and HTTP: one transaction each, which the engine applies between two steps or not at
 //! all.
 
+mod adapters;
 mod thread;
 
 use std::sync::Arc;
 use std::time::Instant;
 
+pub(super) use adapters::{load_adapter, load_modules};
 pub(super) use thread::{PushThread, StagedUpdate};
 
 use super::calls::{CancelOnDrop, ask_blocking, reply_channel};

@@ -38,6 +38,7 @@ pub fn config(port: u16) -> ServerConfig {
         max_connections: 64,
         shutdown_grace: Duration::from_secs(60),
         security: SecurityConfig::default(),
+        lora_modules: Vec::new(),
     }
 }
 

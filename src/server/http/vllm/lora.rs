@@ -1,7 +1,5 @@
 //! Adapters from directories below `--weights-dir`: they become resident by the same transaction as a push over gRPC.
 
-use std::sync::Arc;
-
 use axum::Extension;
 use axum::extract::State;
 use axum::http::StatusCode;
@@ -9,13 +7,13 @@ use axum::response::Response;
 use serde::Deserialize;
 use utoipa::ToSchema;
 
-use crate::engine::{Command, UpdateSender};
+use crate::engine::Command;
 use crate::error::Error;
 use crate::server::calls::{CancelOnDrop, ask, reply_channel};
 use crate::server::http::models::adapters;
 use crate::server::http::{AppState, HttpError, HttpResult, JsonBody, Peer};
-use crate::server::pushes::{PushThread, transact};
-use crate::server::{ServingContext, convert, pb};
+use crate::server::pushes::load_adapter;
+use crate::server::{ServingContext, convert};
 
 #[derive(Deserialize, ToSchema)]
 pub(super) struct LoadAdapter {
@@ -58,19 +56,7 @@ pub(super) async fn load(
     if !load_inplace && is_resident(&context, &name).await? {
         return Err(taken(&name));
     }
-    let header = pb::Header {
-        kind: pb::UpdateKind::Lora.into(),
-        adapter: name.clone(),
-        expected_generation: (!load_inplace).then_some(0),
-        evict_adapter: true,
-        source: Some(pb::Source { kind: Some(pb::source::Kind::Directory(pb::Directory { path: path.clone() })) }),
-        ..pb::Header::default()
-    };
-    let (header, tensors) = convert::header(header).map_err(|error| explain(error, &name, &path))?;
-    let push = async move |context: Arc<ServingContext>, sender: UpdateSender, noted| {
-        PushThread::open(&context, header, tensors, sender, noted).await?.finish().await
-    };
-    match transact(&app.server, peer.0.clone(), push).await {
+    match load_adapter(&app.server, peer.0.clone(), &name, &path, load_inplace).await {
         Ok(_) => Ok(body.ignored.name_in(format!("Success: LoRA adapter '{name}' added successfully."))),
         // A gRPC client has taken the name meanwhile.
         Err(Error::VersionConflict(_)) if !load_inplace && is_resident(&context, &name).await? => Err(taken(&name)),
