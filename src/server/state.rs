@@ -36,6 +36,8 @@ pub struct ServingContext {
     pub update_idle: Duration,
     /// Joins groups of trainers that broadcast their weights.
     pub trainers: Trainers,
+    /// Whether every stream of OpenAI's routes has usage figures.
+    pub forces_usage: bool,
 }
 
 /// Facts of the model that requests are checked against.

@@ -176,6 +176,31 @@ def test_versions_and_request_ids(http):
     assert refused.status == 409 and "version" in refused.body["error"]["message"]
 
 
+def usages(http, path="/v1/completions", **members):
+    """Whether each event of a stream has usage figures."""
+    body = {"prompt": [1, 2], "max_tokens": 2, "ignore_eos": True, "stream": True, **members}
+    answer = ask(http.http_address, "POST", path, body)
+    assert answer.status == 200, answer.body
+    return [event.get("usage") is not None for event in events(answer.body)]
+
+
+def test_usage_in_streams(http):
+    continuous = {"include_usage": True, "continuous_usage_stats": True}
+    assert usages(http) == [False, False]
+    assert usages(http, stream_options={"include_usage": True}) == [False, False, True]
+    assert usages(http, stream_options=continuous) == [True, True, True]
+    assert usages(http, stream_options={"include_usage": None, "continuous_usage_stats": True}) == [False, False]
+
+
+def test_usage_that_the_server_forces(binary):
+    flags = [*SMALL_CACHE, "--mem-util", "0.2", "--enable-force-include-usage"]
+    with ServerProcess(binary, FIXTURES / MODEL, flags) as server:
+        assert usages(server) == [True, True, True]
+        assert usages(server, stream_options={"include_usage": False}) == [True, True, True]
+        tokens = {"token_ids": [1, 2], "sampling_params": {"max_tokens": 2, "ignore_eos": True}}
+        assert usages(server, "/inference/v1/generate", **tokens) == [False, False]
+
+
 def test_the_readmes_curl_command(http):
     (line,) = [line for line in (REPOSITORY / "README.md").read_text().splitlines() if line.startswith("curl ")]
     command = shlex.split(line.replace("127.0.0.1:8000", http.http_address))

@@ -62,7 +62,7 @@ pub fn context(engine: EngineHandle) -> ServingContext {
     let traffic = Traffic::new(1 << 30);
     let update_idle = Duration::from_secs(3600);
     let (model, sources, trainers) = (Arc::new(model), Arc::default(), Trainers::default());
-    ServingContext { model, info, engine, traffic, parameters, sources, update_idle, trainers }
+    ServingContext { model, info, engine, traffic, parameters, sources, update_idle, trainers, forces_usage: false }
 }
 
 /// Starts a server whose command queue holds `queue` commands.

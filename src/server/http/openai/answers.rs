@@ -9,7 +9,7 @@ use serde::Serialize;
 use utoipa::ToSchema;
 
 use super::logprobs::{ALTERNATIVE, ChatLogprobsWriter, LOGPROB, PromptLogprobs, TokenTexts};
-use super::sampling::{LogprobsMode, Sampling, StreamOptions};
+use super::sampling::{LogprobsMode, Sampling, UsageEvents};
 use crate::engine::{Completion, Summary};
 use crate::error::{Error, Result};
 use crate::server::ServingContext;
@@ -35,7 +35,7 @@ pub(in crate::server::http) struct Report {
     /// How many most likely tokens to report for each token of the prompt, if at all.
     pub(in crate::server::http) prompt_logprobs: Option<u32>,
     pub(in crate::server::http) is_stream: bool,
-    pub(in crate::server::http) stream_options: StreamOptions,
+    pub(in crate::server::http) usage_events: UsageEvents,
     pub(in crate::server::http) returns_ids: bool,
     pub(super) returns_versions: bool,
     /// Writes tokens beside log-probabilities as `token_id:N`.
@@ -84,7 +84,10 @@ impl Report {
             logprobs,
             prompt_logprobs: sampling.prompt_logprobs,
             is_stream,
-            stream_options: sampling.stream_options.unwrap_or_default(),
+            usage_events: match context.forces_usage {
+                true => UsageEvents::All,
+                false => UsageEvents::requested(sampling.stream_options.as_ref()),
+            },
             returns_ids: sampling.return_token_ids.unwrap_or(false),
             returns_versions: sampling.return_weight_versions.unwrap_or(false),
             writes_ids: sampling.return_tokens_as_token_ids.unwrap_or(false),
@@ -256,14 +259,14 @@ impl Chunks {
         prompt: Option<PromptIds<'_>>,
         out: &mut VecDeque<Bytes>,
     ) {
-        let options = report.stream_options;
-        let usage = options.continuous_usage_stats.then(|| Usage::new(self.prompt_tokens, self.tokens));
-        out.push_back(self.chunk(report, &[choice], usage, is_last && !options.include_usage, prompt));
+        let events = report.usage_events;
+        let usage = (events == UsageEvents::All).then(|| Usage::new(self.prompt_tokens, self.tokens));
+        out.push_back(self.chunk(report, &[choice], usage, is_last && events == UsageEvents::None, prompt));
     }
 
     /// Sends the last event, if it was requested.
     pub(super) fn end(&self, report: &Report, summary: &Summary, out: &mut VecDeque<Bytes>) {
-        if report.stream_options.include_usage {
+        if report.usage_events != UsageEvents::None {
             let usage = Usage::new(summary.prompt_tokens, summary.completion_tokens);
             out.push_back(self.chunk::<()>(report, &[], Some(usage), true, None));
         }

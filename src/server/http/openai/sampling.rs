@@ -106,15 +106,36 @@ pub(in crate::server::http) enum LogprobsMode {
     Raw,
 }
 
-/// Further contents of a stream, beside its tokens.
-#[derive(Clone, Copy, Debug, Default, Deserialize, ToSchema)]
-pub(in crate::server::http) struct StreamOptions {
-    /// End with an event that has the usage figures.
-    #[serde(default)]
-    pub(in crate::server::http) include_usage: bool,
-    /// Every event has the usage figures so far.
-    #[serde(default)]
-    pub(in crate::server::http) continuous_usage_stats: bool,
+members! {
+    /// Further contents of a stream, beside its tokens.
+    pub(in crate::server::http) struct StreamOptions {
+        /// End with an event that has the usage figures (default: false).
+        include_usage: bool,
+        /// With `include_usage`, every event has the usage figures so far (default: false).
+        continuous_usage_stats: bool,
+    }
+}
+
+/// The events of a stream that have usage figures.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(in crate::server::http) enum UsageEvents {
+    None,
+    /// One more event at the end.
+    Last,
+    /// All events, and one more at the end.
+    All,
+}
+
+impl UsageEvents {
+    /// Those that a request asks for.
+    pub(in crate::server::http) fn requested(options: Option<&StreamOptions>) -> Self {
+        let is_set = |option: fn(&StreamOptions) -> Option<bool>| options.and_then(option) == Some(true);
+        match (is_set(|options| options.include_usage), is_set(|options| options.continuous_usage_stats)) {
+            (false, _) => Self::None,
+            (true, false) => Self::Last,
+            (true, true) => Self::All,
+        }
+    }
 }
 
 /// Texts that end a sample: one, or a list.
