@@ -152,8 +152,8 @@ pub struct Completion {
     pub sample_index: u32,
     pub tokens: Vec<TokenLogprobs>,
     pub finish_reason: FinishReason,
-    /// The text of `tokens` without special tokens, up to the stop string if one ended the sample; `None` unless
-    /// `return_text` is set.
+    /// The text of `tokens`, up to the stop string or the token that ended the sample; `None` unless `return_text` is
+    /// set.
     pub text: Option<String>,
     /// Versions of the policies that made the tokens, as `(version, start, end)` over `tokens`.
     pub weight_versions: Vec<(WeightVersion, u32, u32)>,

@@ -36,6 +36,8 @@ pub struct SamplingParams {
     pub stop_token_ids: Vec<TokenId>,
     /// Texts that end a sample; none is empty.
     pub stop_strings: Vec<String>,
+    /// Whether the text leaves out special tokens.
+    pub skip_special_tokens: bool,
     /// Number of most likely tokens that are reported beside each sampled or scored one, with its rank; 0 for none.
     pub top_logprobs: u32,
     /// The distribution of `top_logprobs` beside sampled tokens; beside scored ones it is always the raw one.
@@ -59,6 +61,7 @@ impl Default for SamplingParams {
             eos_token_ids: Vec::new(),
             stop_token_ids: Vec::new(),
             stop_strings: Vec::new(),
+            skip_special_tokens: true,
             top_logprobs: 0,
             top_logprobs_of: Distribution::Raw,
         }

@@ -22,6 +22,7 @@ OTHER_TEXT = "another model: the stop did not come"
 DIFFERENCES = {
     "eos": {"choices.0.finish_reason": OTHER_TEXT},
     "json": {"choices.0.finish_reason": OTHER_TEXT},
+    "skip_special_tokens": {"choices.0.finish_reason": OTHER_TEXT},
     "stop": {"choices.0.finish_reason": OTHER_TEXT, "choices.0.stop_reason": OTHER_TEXT},
     "stop-included": {"choices.0.finish_reason": OTHER_TEXT, "choices.0.stop_reason": OTHER_TEXT},
     "stop-over-tokens": {"choices.0.finish_reason": OTHER_TEXT, "choices.0.stop_reason": OTHER_TEXT},
@@ -39,7 +40,6 @@ OTHER_STATUS = {
     "temperature-0-n2": "a greedy group is a group of equal samples",
     "n-null": "null is the default everywhere",
     "logprobs-true": "a number is wanted",
-    "skip_special_tokens": "the text never has special tokens, and the ids always do",
     "bad_words": "not supported, and not dropped in silence",
     "guided_regex": "vLLM drops it in silence, and the sample is unconstrained",
     "beam": "not supported, and not dropped in silence",
@@ -174,6 +174,40 @@ def test_versions_and_request_ids(http):
     assert answer.body["choices"][0]["weight_versions"] == [{"version": 0, "start": 0, "end": 3}]
     refused = ask(http.http_address, "POST", "/v1/completions", body | {"if_weight_version": 5})
     assert refused.status == 409 and "version" in refused.body["error"]["message"]
+
+
+def test_special_tokens_are_text_where_they_are_not_skipped(http):
+    start, end = "<|im_start|>", "<|endoftext|>"
+    members = {"prompt": [1, 5], "max_tokens": 3, "allowed_token_ids": [1]}
+
+    def text(**more):
+        whole = complete(http, **members | more).body["choices"][0]
+        parts = [event["choices"][0] for event in events(complete(http, stream=True, **members | more).body)]
+        assert "".join(part["text"] for part in parts) == whole["text"]
+        assert parts[-1]["finish_reason"] == whole["finish_reason"]
+        return whole["text"]
+
+    assert (text(), text(skip_special_tokens=False)) == ("", 3 * start)
+    assert text(skip_special_tokens=False, spaces_between_special_tokens=False) == 3 * start
+    assert text(skip_special_tokens=False, stop="start|><|im") == "<|im_"
+    assert text(stop="start|><|im") == "", "skipped text stops nothing"
+    ends = {"allowed_token_ids": [0], "skip_special_tokens": False}
+    assert (text(**ends), text(**ends, include_stop_str_in_output=True)) == ("", end)
+    word = complete(http, prompt=[1, 5], max_tokens=1, allowed_token_ids=[70]).body["choices"][0]["text"]
+    stops = {"allowed_token_ids": [70], "stop_token_ids": [70]}
+    assert (text(**stops), text(**stops, include_stop_str_in_output=True)) == ("", word)
+    assert text(echo=True, max_tokens=0).startswith(start)
+    given = f"a {start}b "
+    assert text(prompt=given, echo=True, max_tokens=0) == given
+    sampling = SamplingParams(max_tokens=3, allowed_token_ids=[1], skip_special_tokens=False)
+    assert http.client.generate([[1, 5]], sampling=sampling)[0].samples[0].text == 3 * start
+
+
+@pytest.mark.parametrize("member", ["logprobs", "prompt_logprobs"])
+def test_all_logprobs_are_more_than_the_limit(http, member):
+    answer = ask(http.http_address, "POST", "/v1/completions", {"prompt": [1, 2], "max_tokens": 1, member: -1})
+    assert (answer.status, answer.body["error"]["param"]) == (400, member)
+    assert answer.body["error"]["message"].endswith("-1, all 512 tokens, is more than 100; ask for fewer")
 
 
 def usages(http, path="/v1/completions", **members):

@@ -82,6 +82,7 @@ fn params(p: &pb::SamplingParams, model: &ModelFacts) -> Result<SamplingParams> 
         eos_token_ids: if p.ignore_eos { Vec::new() } else { model.eos_token_ids.clone() },
         stop_token_ids: token_set("stop_token_ids", &p.stop_token_ids, model)?,
         stop_strings: stop_strings(&p.stop, model)?,
+        skip_special_tokens: p.skip_special_tokens.unwrap_or(default.skip_special_tokens),
         ..distribution(p, model)?
     };
     check_satisfiable(&params, model)?;
@@ -98,6 +99,7 @@ pub(super) fn for_score(p: &pb::SamplingParams, model: &ModelFacts) -> Result<Sa
         ("max_tokens", p.max_tokens.is_some()),
         ("stop_token_ids", !p.stop_token_ids.is_empty()),
         ("stop", !p.stop.is_empty()),
+        ("skip_special_tokens", p.skip_special_tokens.is_some()),
         ("ignore_eos", p.ignore_eos),
         ("seed", p.seed.is_some()),
         ("structured_outputs", p.structured_outputs.is_some()),

@@ -214,6 +214,7 @@ _GENERATION_FIELDS = (
     "min_tokens",
     "max_tokens",
     "ignore_eos",
+    "skip_special_tokens",
 )
 
 

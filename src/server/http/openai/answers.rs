@@ -8,7 +8,7 @@ use bytes::Bytes;
 use serde::Serialize;
 use utoipa::ToSchema;
 
-use super::logprobs::{ALTERNATIVE, ChatLogprobsWriter, LOGPROB, PromptLogprobs, TokenTexts};
+use super::logprobs::{ALTERNATIVE, ChatLogprobsWriter, LOGPROB, PromptLogprobs, TokenTexts, most_likely};
 use super::sampling::{LogprobsMode, Sampling, UsageEvents};
 use crate::engine::{Completion, Summary};
 use crate::error::{Error, Result};
@@ -42,6 +42,7 @@ pub(in crate::server::http) struct Report {
     writes_ids: bool,
     includes_stop: bool,
     stop: Vec<String>,
+    skips_special: bool,
     tokenizer: Option<Arc<Tokenizer>>,
 }
 
@@ -65,7 +66,7 @@ pub(super) struct VersionSpan {
 
 impl Report {
     /// # Errors
-    /// `InvalidArgument` for an option that a stream cannot have.
+    /// `InvalidArgument` for an option that a stream cannot have, and for too many log-probabilities.
     pub(in crate::server::http) fn new(
         sampling: &Sampling,
         logprobs: Option<u32>,
@@ -82,7 +83,7 @@ impl Report {
             created: unix_seconds(),
             mode: sampling.reported(),
             logprobs,
-            prompt_logprobs: sampling.prompt_logprobs,
+            prompt_logprobs: most_likely("prompt_logprobs", sampling.prompt_logprobs, &context.model)?,
             is_stream,
             usage_events: match context.forces_usage {
                 true => UsageEvents::All,
@@ -93,6 +94,7 @@ impl Report {
             writes_ids: sampling.return_tokens_as_token_ids.unwrap_or(false),
             includes_stop: sampling.include_stop_str_in_output.unwrap_or(false),
             stop: sampling.stop_strings(),
+            skips_special: sampling.skip_special_tokens.unwrap_or(true),
             tokenizer: context.model.encoder.as_ref().map(|encoder| encoder.tokenizer.clone()),
         })
     }
@@ -107,9 +109,13 @@ impl Report {
         ChatLogprobsWriter { names: self.token_texts(), texts: TokenTexts::new(self.tokenizer.as_ref()) }
     }
 
-    /// The text of `tokens`, without special tokens; empty without a tokenizer.
-    pub(super) fn text(&self, tokens: &[u32]) -> String {
-        self.tokenizer.as_ref().map_or_else(String::new, |tokenizer| tokenizer.decode(tokens, true))
+    /// The text of a prompt's tokens, with special tokens; empty without a tokenizer.
+    pub(super) fn prompt_text(&self, tokens: &[TokenId]) -> String {
+        self.decode(tokens, false)
+    }
+
+    fn decode(&self, tokens: &[TokenId], skip_special: bool) -> String {
+        self.tokenizer.as_ref().map_or_else(String::new, |tokenizer| tokenizer.decode(tokens, skip_special))
     }
 
     /// The stop string or stop token of the request that ended a sample, if one did.
@@ -124,16 +130,23 @@ impl Report {
     /// The stop string that ended a sample. The engine's text ends before it.
     fn stop_string(&self, completion: &Completion) -> Option<String> {
         let tokens: Vec<_> = completion.tokens.iter().map(|token| token.token).collect();
-        let whole = self.text(&tokens);
+        let whole = self.decode(&tokens, self.skips_special);
         let rest = whole.get(completion.text.as_ref()?.len()..)?;
         self.stop.iter().find(|stop| rest.starts_with(stop.as_str())).cloned()
     }
 
-    /// The text that follows the engine's: the stop string, if the request includes it.
-    pub(super) fn ending<'a>(&self, stop: Option<&'a StopReason>) -> &'a str {
-        match stop {
-            Some(StopReason::Text(text)) if self.includes_stop => text,
-            _ => "",
+    /// The text that follows the engine's, if the request includes it: the stop string, or the token that ended the
+    /// sample.
+    pub(super) fn ending(&self, completion: &Completion, stop: Option<&StopReason>) -> String {
+        if !self.includes_stop {
+            return String::new();
+        }
+        match (completion.finish_reason, stop, completion.tokens.last()) {
+            (FinishReason::StopString, Some(StopReason::Text(text)), _) => text.clone(),
+            (FinishReason::Eos | FinishReason::StopToken, _, Some(last)) => {
+                self.decode(&[last.token], self.skips_special)
+            }
+            _ => String::new(),
         }
     }
 

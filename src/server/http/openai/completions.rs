@@ -9,7 +9,7 @@ use serde_json::value::RawValue;
 use utoipa::ToSchema;
 
 use super::answers::{Chunks, Null, Report, StopReason, Usage, VersionSpan, finish_reason};
-use super::logprobs::{Logprobs, LogprobsWriter, PromptLogprobs};
+use super::logprobs::{Logprobs, LogprobsWriter, PromptLogprobs, most_likely};
 use super::prompt::{PromptInput, Prompts};
 use super::request_id;
 use super::sampling::{LogprobsMode, Sampling};
@@ -32,8 +32,8 @@ members! {
         prompt: Prompts,
         /// Most tokens of a sample (default: 16).
         max_tokens: u32,
-        /// Report log-probabilities, with those of this many most likely tokens.
-        logprobs: u32,
+        /// Report log-probabilities, with those of this many most likely tokens; -1 is all.
+        logprobs: i32,
         /// Whether the text begins with the prompt (default: false).
         echo: bool,
         /// Whether the tokenizer adds its special tokens to a text (default: true).
@@ -83,6 +83,7 @@ fn message(
 ) -> Result<(pb::GenerateRequest, CompletionOptions)> {
     let CompletionRequest { mut sampling, logprobs, max_tokens, add_special_tokens, .. } = body;
     sampling.request_id = id.or(sampling.request_id);
+    let logprobs = most_likely("logprobs", logprobs, &context.model)?;
     let report = Report::new(&sampling, logprobs, context)?;
     let prompts = body.prompt.ok_or_else(|| Error::invalid("prompt", "is missing; give a text or token ids"))?.0;
     let is_echo = body.echo.unwrap_or(false);
@@ -227,7 +228,7 @@ impl CompletionWriter {
             return String::new();
         }
         let given = self.options.prompt_texts.get(prompt).cloned().flatten();
-        given.unwrap_or_else(|| self.options.report.text(&self.prompts[prompt].tokens))
+        given.unwrap_or_else(|| self.options.report.prompt_text(&self.prompts[prompt].tokens))
     }
 
     fn logprobs_writer(&self) -> LogprobsWriter {
@@ -264,7 +265,7 @@ impl CompletionWriter {
         let stop_reason = report.stop_reason(completion);
         Choice {
             index: self.index((completion.prompt_index, completion.sample_index)),
-            text: report.ending(stop_reason.as_ref()).to_owned(),
+            text: report.ending(completion, stop_reason.as_ref()),
             finish_reason: Some(finish_reason(completion.finish_reason)),
             stop_reason,
             token_ids: self.ids(&[]),

@@ -60,10 +60,12 @@ members! {
         /// `json_object`.
         #[schema(value_type = Option<serde_json::Value>)]
         structured_outputs: Box<RawValue>,
-        /// Whether special tokens are left out of the text. Only true is supported (default: true).
-        skip_special_tokens: bool,
-        /// Report the log-probabilities of the prompt's tokens, with those of this many most likely ones.
-        pub(super) prompt_logprobs: u32,
+        /// Whether special tokens are left out of the text (default: true).
+        pub(super) skip_special_tokens: bool,
+        /// No effect: the tokenizers that are supported write no spaces between special tokens.
+        spaces_between_special_tokens: bool,
+        /// Report the log-probabilities of the prompt's tokens, with those of this many most likely ones; -1 is all.
+        pub(super) prompt_logprobs: i32,
         /// Report the ids of the prompt's and the sample's tokens (default: false).
         pub(in crate::server::http) return_token_ids: bool,
         /// Write tokens beside log-probabilities as `token_id:N` (default: false).
@@ -192,10 +194,6 @@ impl Sampling {
         top_logprobs: u32,
         model: &ModelFacts,
     ) -> Result<pb::GenerateRequest> {
-        if self.skip_special_tokens == Some(false) {
-            let message = "false is not supported: the text never has special tokens; return_token_ids has them";
-            return Err(Error::invalid("skip_special_tokens", message));
-        }
         if self.stream_options.is_some() && self.stream != Some(true) {
             return Err(Error::invalid("stream_options", "has no meaning without stream; set stream to true"));
         }
@@ -223,6 +221,7 @@ impl Sampling {
             ignore_eos: self.ignore_eos.unwrap_or(false),
             seed: self.seed.map(i64::cast_unsigned),
             structured_outputs: structured(self.structured_outputs.as_deref(), self.response_format.as_deref())?,
+            skip_special_tokens: self.skip_special_tokens,
         };
         Ok(pb::GenerateRequest {
             request_id: self.request_id.unwrap_or_default(),

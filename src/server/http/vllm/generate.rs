@@ -13,7 +13,7 @@ use crate::engine::{Completion, Summary, ValidRequest};
 use crate::error::{Error, Result};
 use crate::memory::Traffic;
 use crate::server::http::openai::answers::{Null, Report, StopReason, Usage, finish_reason};
-use crate::server::http::openai::logprobs::{PromptLogprobs, chosen, written};
+use crate::server::http::openai::logprobs::{PromptLogprobs, chosen, most_likely, written};
 use crate::server::http::openai::request_id;
 use crate::server::http::openai::sampling::{Sampling, StreamOptions, UsageEvents};
 use crate::server::http::{
@@ -55,8 +55,8 @@ members! {
     pub(in crate::server::http) struct InferenceSampling {
         /// Maximum tokens of a sample (default and limit: the rest of the context).
         max_tokens: u32,
-        /// Report log-probabilities, with those of this many most likely tokens.
-        logprobs: u32,
+        /// Report log-probabilities, with those of this many most likely tokens; -1 is all.
+        logprobs: i32,
         ..shared: Sampling,
     }
 }
@@ -108,6 +108,7 @@ fn message(
     sampling.stream = body.stream.or(sampling.stream);
     sampling.stream_options = body.stream_options.or(sampling.stream_options);
     sampling.return_token_ids = body.return_token_ids.or(sampling.return_token_ids);
+    let logprobs = most_likely("sampling_params.logprobs", logprobs, &context.model)?;
     // As in vLLM, --enable-force-include-usage is for OpenAI's routes.
     let usage_events = UsageEvents::requested(sampling.stream_options.as_ref());
     let mut report = Report::new(&sampling, logprobs, context)?;

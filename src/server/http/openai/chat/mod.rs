@@ -12,6 +12,7 @@ use axum::response::Response;
 use serde_json::value::RawValue;
 
 use super::answers::Report;
+use super::logprobs::most_likely;
 use super::request_id;
 use super::sampling::Sampling;
 use crate::engine::ValidRequest;
@@ -36,8 +37,8 @@ members! {
         /// Whether to report log-probabilities (default: false).
         #[schema(value_type = Option<bool>)]
         logprobs: Box<RawValue>,
-        /// How many most likely tokens to report beside each sampled one (default: 0).
-        top_logprobs: u32,
+        /// How many most likely tokens to report beside each sampled one; -1 is all (default: 0).
+        top_logprobs: i32,
         /// Whether the model may call a tool: `auto`, `none`, `required`, or an object that names one (default: auto).
         #[schema(value_type = Option<serde_json::Value>)]
         tool_choice: Box<RawValue>,
@@ -82,9 +83,10 @@ fn message(
     if sampling.truncate_prompt_tokens.is_some() {
         return Err(Error::invalid("truncate_prompt_tokens", "is not supported for a chat; leave messages out"));
     }
-    let logprobs = is_true(body.logprobs.as_deref())?.then(|| body.top_logprobs.unwrap_or(0));
+    let top_logprobs = most_likely("top_logprobs", body.top_logprobs, &context.model)?;
+    let logprobs = is_true(body.logprobs.as_deref())?.then(|| top_logprobs.unwrap_or(0));
     let report = Report::new(&sampling, logprobs, context)?;
-    if body.top_logprobs.is_some_and(|top| top > 0) && logprobs.is_none() {
+    if top_logprobs.is_some_and(|top| top > 0) && logprobs.is_none() {
         return Err(Error::invalid("top_logprobs", "needs logprobs: true"));
     }
     let format = context.model.encoder.as_ref().and_then(|encoder| encoder.chat_template.as_ref()?.tool_format());

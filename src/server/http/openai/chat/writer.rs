@@ -241,7 +241,7 @@ impl Samples for ChatWriter {
         out: &mut Outbox,
     ) -> Result<()> {
         let stop_reason = self.options.report.stop_reason(completion);
-        let text = text + self.options.report.ending(stop_reason.as_ref());
+        let text = text + &self.options.report.ending(completion, stop_reason.as_ref());
         let tokens = last.map_or(&[][..], std::slice::from_ref);
         self.stream(completion.sample_index as usize, tokens, &text, Some(completion), out)
     }
@@ -252,7 +252,7 @@ impl Samples for ChatWriter {
         let held = self.kept.hold(copies + report.logprobs_bytes(completion.tokens.len()))?;
         let stop_reason = report.stop_reason(&completion);
         let mut text = completion.text.clone().unwrap_or_default();
-        text.push_str(report.ending(stop_reason.as_ref()));
+        text.push_str(&report.ending(&completion, stop_reason.as_ref()));
         let (content, tool_calls) = self.message(text);
         let tokens = &completion.tokens;
         let choice = ChatChoice {
