@@ -169,7 +169,7 @@ impl Rank {
             logit_bias: &[(1, 2.0)],
             allowed: None,
             mask: (top_p < 1.0).then_some(&[0xffff_0f3a, 7]),
-            banned: [&[2], &[]],
+            banned: [&[2], &[], &[]],
             history: None,
             seed: 7,
             output_index: 3,

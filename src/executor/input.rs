@@ -109,7 +109,11 @@ fn sampling_task(task: &LogitsTask) -> SamplingTask<'_> {
         logit_bias: &params.logit_bias,
         allowed: params.allowed_tokens.as_deref(),
         mask: task.mask.as_ref().map(TokenMask::words),
-        banned: if may_stop { [&[], &[]] } else { [&params.eos_token_ids, &params.stop_token_ids] },
+        banned: if may_stop {
+            [&[], &[], &task.bad]
+        } else {
+            [&params.eos_token_ids, &params.stop_token_ids, &task.bad]
+        },
         history: task.history.as_ref().map(|history| (&*history.prompt, &*history.output)),
         seed: task.seed,
         output_index: task.output_index,

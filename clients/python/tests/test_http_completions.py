@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import shlex
 import subprocess
@@ -40,7 +41,6 @@ OTHER_STATUS = {
     "temperature-0-n2": "a greedy group is a group of equal samples",
     "n-null": "null is the default everywhere",
     "logprobs-true": "a number is wanted",
-    "bad_words": "not supported, and not dropped in silence",
     "guided_regex": "vLLM drops it in silence, and the sample is unconstrained",
     "beam": "not supported, and not dropped in silence",
     "prompt-whole-floats": "an id is an integer",
@@ -92,6 +92,14 @@ def test_answers_are_like_vllms(http, name):
             or ours.content_type != "application/json"
             or short in ("no-body", "content-type")
         )
+
+
+def texts_of(http, tokens):
+    return ask(http.http_address, "POST", "/detokenize", {"tokens": tokens}).body["prompt"]
+
+
+def encoded(http, text):
+    return ask(http.http_address, "POST", "/tokenize", {"prompt": text, "add_special_tokens": False}).body["tokens"]
 
 
 def complete(http, **members):
@@ -201,6 +209,48 @@ def test_special_tokens_are_text_where_they_are_not_skipped(http):
     assert text(prompt=given, echo=True, max_tokens=0) == given
     sampling = SamplingParams(max_tokens=3, allowed_token_ids=[1], skip_special_tokens=False)
     assert http.client.generate([[1, 5]], sampling=sampling)[0].samples[0].text == 3 * start
+
+
+def test_bad_words_are_not_generated(http):
+    texts = {token: texts_of(http, [token]) for token in range(3, 300)}
+    words = [t for t, text in texts.items() if text.isalpha() and encoded(http, text) == [t]]
+    first, second = next(
+        (a, b) for a in words for b in words if a != b and encoded(http, texts[a] + texts[b]) == [a, b]
+    )
+    members = {"prompt": [3, 1], "max_tokens": 16, "n": 8, "seed": 5, "return_token_ids": True}
+    members |= {"allowed_token_ids": [first, second], "temperature": 5}
+
+    def made(**more):
+        choices = complete(http, **members, **more).body["choices"]
+        stream = events(complete(http, stream=True, **members, **more).body)
+        for choice in choices:
+            parts = [e["choices"][0] for e in stream if e["choices"][0]["index"] == choice["index"]]
+            assert [token for part in parts for token in part["token_ids"]] == choice["token_ids"]
+        return [choice["token_ids"] for choice in choices]
+
+    def pairs(samples):
+        return {pair for sample in samples for pair in itertools.pairwise(sample)}
+
+    assert (first, second) in pairs(made())
+    two = made(bad_words=[texts[first] + texts[second]])
+    assert (first, second) not in pairs(two) and {first, second} == {token for sample in two for token in sample}
+    sampling = SamplingParams(
+        max_tokens=16,
+        seed=5,
+        temperature=5,
+        allowed_token_ids=[first, second],
+        bad_words=[texts[first] + texts[second]],
+    )
+    (group,) = http.client.generate([[3, 1]], n=8, sampling=sampling)
+    assert [sample.token_ids for sample in group.samples] == two
+    assert {token for sample in made(bad_words=[texts[second]]) for token in sample} == {first}
+    reported = {"bad_words": [texts[second]], "logprobs": 0}
+    processed = complete(http, **members, **reported).body["choices"][0]["logprobs"]["token_logprobs"]
+    raw = complete(http, **members, **reported, logprobs_mode="raw").body["choices"][0]["logprobs"]["token_logprobs"]
+    assert set(processed) == {0.0} and max(raw) < 0, "the model's own distribution does not change"
+    for wrong in ([texts[first], texts[second]], ["a", " "], [texts[first]] * 129):
+        answer = ask(http.http_address, "POST", "/v1/completions", members | {"bad_words": wrong})
+        assert answer.status == 400 and answer.body["error"]["param"].startswith("bad_words"), answer.body
 
 
 @pytest.mark.parametrize("member", ["logprobs", "prompt_logprobs"])

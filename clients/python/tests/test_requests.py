@@ -46,6 +46,7 @@ def test_generate_sends_every_argument(call, echo):
         ignore_eos=True,
         seed=2**64 - 1,
         skip_special_tokens=False,
+        bad_words=["no", " no"],
     )
     chat = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi"}]
     out = call(
@@ -92,6 +93,7 @@ def test_generate_sends_every_argument(call, echo):
                 "ignore_eos": True,
                 "seed": 2**64 - 1,
                 "skip_special_tokens": False,
+                "bad_words": ["no", " no"],
             },
             top_logprobs=5,
             top_logprobs_of=2,

@@ -274,6 +274,9 @@ def _sampling(params: SamplingParams, path: str, scoring: bool = False) -> Any:
     if isinstance(params.stop, str):
         raise InvalidArgument(f"{path}.stop: expected a list of strings, got a single string; put it in a list")
     extend(message.stop, params.stop, f"{path}.stop")
+    if isinstance(params.bad_words, str):
+        raise InvalidArgument(f"{path}.bad_words: expected a list of strings, got a single string; put it in a list")
+    extend(message.bad_words, params.bad_words, f"{path}.bad_words")
     if not isinstance(params.logit_bias, Mapping):
         given = type(params.logit_bias).__name__
         raise InvalidArgument(f"{path}.logit_bias: expected a dict of token ids and numbers, got {given}")

@@ -121,6 +121,8 @@ class SamplingParams:
     """A constraint on the text; None allows any text."""
     skip_special_tokens: bool = True
     """Whether texts leave out special tokens; `stop` is searched for in the text as it is returned."""
+    bad_words: Sequence[str] = ()
+    """Texts that are not generated: the last token of a text is not sampled where the output ends with its others."""
 
 
 SamplingInput = SamplingParams | Sequence[SamplingParams] | None

@@ -182,6 +182,7 @@ fn every_field_arrives() {
             seed: Some(u64::MAX),
             structured_outputs: None,
             skip_special_tokens: Some(false),
+            bad_words: Vec::new(),
         }),
         top_logprobs: 100,
         top_logprobs_of: pb::Distribution::Processed.into(),
@@ -207,6 +208,7 @@ fn every_field_arrives() {
         eos_token_ids: Vec::new(),
         stop_token_ids: vec![6, 8],
         stop_strings: Vec::new(),
+        bad_words: Vec::new(),
         skip_special_tokens: false,
         top_logprobs: 100,
         top_logprobs_of: Distribution::Processed,
@@ -350,6 +352,7 @@ fn score_refuses_what_only_sampling_uses() {
     check("stop_token_ids", |p| p.stop_token_ids = vec![1]);
     check("stop", |p| p.stop = vec!["x".into()]);
     check("ignore_eos", |p| p.ignore_eos = true);
+    check("bad_words", |p| p.bad_words = vec!["x".into()]);
     check("skip_special_tokens", |p| p.skip_special_tokens = Some(true));
     check("seed", |p| p.seed = Some(1));
 }

@@ -60,6 +60,8 @@ members! {
         /// `json_object`.
         #[schema(value_type = Option<serde_json::Value>)]
         structured_outputs: Box<RawValue>,
+        /// Texts that are not generated.
+        bad_words: Vec<String>,
         /// Whether special tokens are left out of the text (default: true).
         pub(super) skip_special_tokens: bool,
         /// No effect: the tokenizers that are supported write no spaces between special tokens.
@@ -90,7 +92,7 @@ members! {
         /// reason `abort` and the tokens so far (default: no limit).
         time_limit_seconds: f64,
     } rejects [
-        "best_of", "use_beam_search", "length_penalty", "bad_words", "logits_processors", "logprob_token_ids",
+        "best_of", "use_beam_search", "length_penalty", "logits_processors", "logprob_token_ids",
         "guided_json", "guided_regex", "guided_choice", "guided_grammar", "thinking_token_budget",
         "repetition_detection", "prompt_embeds", "suffix", "vllm_xargs"
     ];
@@ -222,6 +224,7 @@ impl Sampling {
             seed: self.seed.map(i64::cast_unsigned),
             structured_outputs: structured(self.structured_outputs.as_deref(), self.response_format.as_deref())?,
             skip_special_tokens: self.skip_special_tokens,
+            bad_words: self.bad_words.unwrap_or_default(),
         };
         Ok(pb::GenerateRequest {
             request_id: self.request_id.unwrap_or_default(),
