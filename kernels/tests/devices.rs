@@ -348,6 +348,7 @@ fn log_probabilities_are_those_of_the_reference() {
                     output_index: random.below(100) as u32,
                     target: if is(&mut random) { Some(random.below(vocab) as u32) } else { None },
                     top_logprobs: random.below(6) as u32,
+                    logprobs_of: if is(&mut random) { &[5, 0] } else { &[] },
                     top_of: [Distribution::Raw, Distribution::Processed][random.below(2)],
                 });
             }

@@ -175,6 +175,7 @@ impl Rank {
             output_index: 3,
             target,
             top_logprobs: 2,
+            logprobs_of: &[],
             top_of: Distribution::Processed,
         };
         let tasks = [task(0.0, 1.0, None), task(0.8, 0.9, None), task(1.0, 1.0, Some(4))];

@@ -136,7 +136,7 @@ const FLAGS: &[(&[&str], Arity, Meaning)] = &[
     (&["compilation-config", "-cc", "optimization-level"], One, Always("kernels are compiled ahead; --graphs controls CUDA graphs")),
     (&["cuda-graph-max-bs", "max-cudagraph-capture-size"], One, Always("graphs are captured for the sizes that occur")),
     (&["enable-deterministic-inference"], Switch, Always("results never depend on the batch")),
-    (&["max-logprobs"], One, Always("each request gets the log-probabilities it asks for")),
+    (&["max-logprobs"], One, Always("each request may ask for 100 tokens, and name 128 others")),
     (&["logprobs-mode"], One, Only(&["processed_logprobs"], "requests choose with logprobs_mode, \"raw\" or \"processed\"; the default is processed")),
     (&["seed", "random-seed"], One, Always("requests give their seeds; without one, the server draws and returns it")),
     (&["enable-auto-tool-choice"], Switch, Always("calls of tools are always parsed")),

@@ -119,6 +119,7 @@ fn sampling_task(task: &LogitsTask) -> SamplingTask<'_> {
         output_index: task.output_index,
         target: task.target,
         top_logprobs: params.top_logprobs,
+        logprobs_of: if task.target.is_none() { &params.logprob_token_ids[..] } else { &[] },
         top_of: if task.target.is_none() { params.top_logprobs_of } else { Distribution::Raw },
     }
 }

@@ -1,5 +1,7 @@
 //! Sampling parameters, finish reasons, and the seeds of samples.
 
+use std::sync::Arc;
+
 use super::{Distribution, TokenId};
 
 /// How tokens are chosen and when a sample ends. The server checks every range before it makes one from a request, so
@@ -43,6 +45,8 @@ pub struct SamplingParams {
     pub skip_special_tokens: bool,
     /// Number of most likely tokens that are reported beside each sampled or scored one, with its rank; 0 for none.
     pub top_logprobs: u32,
+    /// Tokens that are reported beside each sampled one instead of the most likely ones; empty for those.
+    pub logprob_token_ids: Arc<[TokenId]>,
     /// The distribution of `top_logprobs` beside sampled tokens; beside scored ones it is always the raw one.
     pub top_logprobs_of: Distribution,
 }
@@ -67,6 +71,7 @@ impl Default for SamplingParams {
             bad_words: Vec::new(),
             skip_special_tokens: true,
             top_logprobs: 0,
+            logprob_token_ids: Arc::default(),
             top_logprobs_of: Distribution::Raw,
         }
     }
@@ -75,8 +80,10 @@ impl Default for SamplingParams {
 impl SamplingParams {
     /// Size of the lists on the heap, in bytes.
     pub fn heap_bytes(&self) -> usize {
-        let tokens =
-            self.allowed_tokens.as_ref().map_or(0, Vec::len) + self.eos_token_ids.len() + self.stop_token_ids.len();
+        let tokens = self.allowed_tokens.as_ref().map_or(0, Vec::len)
+            + self.eos_token_ids.len()
+            + self.stop_token_ids.len()
+            + self.logprob_token_ids.len();
         let text: usize = self.stop_strings.iter().map(|s| s.len() + size_of::<String>()).sum();
         let bad: usize = self.bad_words.iter().map(|word| size_of_val(word) + size_of_val(&word[..])).sum();
         size_of_val(&self.logit_bias[..]) + tokens * size_of::<TokenId>() + text + bad

@@ -34,7 +34,6 @@ DIFFERENCES = {
 """Differences that are meant, by the exchange's name; `test_what_stops_is_said` has the stops."""
 OTHER_STATUS = {
     "best_of": "vLLM drops best_of in silence, though it changes the samples",
-    "logprob_token_ids": "not supported, and not dropped in silence",
     "max_tokens-too-many": "a sample ends where the context does",
     "logprobs-21": "up to 100 are reported",
     "temperature-2.5": "any temperature is taken",
@@ -251,6 +250,36 @@ def test_bad_words_are_not_generated(http):
     for wrong in ([texts[first], texts[second]], ["a", " "], [texts[first]] * 129):
         answer = ask(http.http_address, "POST", "/v1/completions", members | {"bad_words": wrong})
         assert answer.status == 400 and answer.body["error"]["param"].startswith("bad_words"), answer.body
+
+
+def test_log_probabilities_of_named_tokens(http):
+    """They are those that the tokens are scored with, on all routes and over gRPC."""
+    prompt, named = [3, 1, 4, 1, 5], [9, 200, 7]
+    scores = [http.client.score([[*prompt, token]])[0].raw_logprobs[-1] for token in named]
+    members = {"max_tokens": 1, "temperature": 0, "logprob_token_ids": named, "logprobs_mode": "raw"}
+    by_id = {"return_tokens_as_token_ids": True, **members}
+    of = complete(http, prompt=prompt, logprobs=0, **by_id).body["choices"][0]["logprobs"]
+    sampled = of["tokens"][0]
+    expected = {sampled: of["token_logprobs"][0]} | {f"token_id:{t}": s for t, s in zip(named, scores, strict=True)}
+    found = of["top_logprobs"][0]
+    assert np.float32([found[name] for name in expected]).tobytes() == np.float32([*expected.values()]).tobytes()
+    assert list(of["top_logprobs"][0]) == [sampled, *(f"token_id:{token}" for token in named)]
+    body = {"token_ids": prompt, "sampling_params": {"logprobs": 0, **members}}
+    (entry,) = ask(http.http_address, "POST", "/inference/v1/generate", body).body["choices"][0]["logprobs"]["content"]
+    assert [f"token_id:{top['token_id']}" for top in entry["top_logprobs"]] == list(expected)
+    values = [top["logprob"] for top in entry["top_logprobs"][1:]]
+    assert np.float32(values).tobytes() == np.float32(scores).tobytes()
+    chat = {"messages": [{"role": "user", "content": "Hi"}], "logprobs": True, **by_id}
+    answer = ask(http.http_address, "POST", "/v1/chat/completions", chat)
+    (entry,) = answer.body["choices"][0]["logprobs"]["content"]
+    assert [top["token"] for top in entry["top_logprobs"]] == [entry["token"], *(f"token_id:{t}" for t in named)]
+    sampling = SamplingParams(max_tokens=1, temperature=0)
+    (group,) = http.client.generate([prompt], sampling=sampling, logprob_token_ids=named)
+    (top,) = group.samples[0].top_logprobs
+    assert list(top.items()) == list(zip(named, scores, strict=True))
+    for wrong in ({}, {"logprobs": 1, "echo": True}, {"logprobs": 1, "logprob_token_ids": [512]}):
+        answer = ask(http.http_address, "POST", "/v1/completions", {"prompt": prompt, **members, **wrong})
+        assert answer.status == 400 and answer.body["error"]["param"].startswith("logprob_token_ids"), answer.body
 
 
 @pytest.mark.parametrize("member", ["logprobs", "prompt_logprobs"])

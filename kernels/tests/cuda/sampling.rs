@@ -22,6 +22,7 @@ const PLAIN: SamplingTask<'static> = SamplingTask {
     output_index: 0,
     target: None,
     top_logprobs: 0,
+    logprobs_of: &[],
     top_of: Distribution::Raw,
 };
 
@@ -107,6 +108,7 @@ fn check(seed: u64, rows: usize, vocab: usize) {
         match random.below(20) {
             0 => task.logit_bias = &[(1, 1.5)],
             1 => task.top_logprobs = 4,
+            2 => task.logprobs_of = &[1, 0],
             _ => {}
         }
     }

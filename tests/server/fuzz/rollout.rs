@@ -96,6 +96,7 @@ fn generate_request(dice: &mut Dice) -> pb::GenerateRequest {
         if_weight_version: if dice.one_in(8) { dice.maybe(Dice::u64) } else { None },
         min_weight_version: if dice.one_in(8) { dice.maybe(Dice::u64) } else { None },
         time_limit_seconds: if dice.one_in(8) { Some(time_limit(dice)) } else { None },
+        logprob_token_ids: if dice.one_in(4) { tokens(dice, 9).ids } else { Vec::new() },
         top_logprobs_of: if dice.is_hostile() { dice.below(5) as i32 - 1 } else { dice.below(3) as i32 },
     }
 }

@@ -88,6 +88,7 @@ def generate_request(
     if distribution not in _DISTRIBUTIONS:
         raise InvalidArgument(f"top_logprobs_of: {distribution!r} is neither 'raw' nor 'processed'")
     request.top_logprobs_of = _DISTRIBUTIONS[distribution]
+    extend(request.logprob_token_ids, options.get("logprob_token_ids", ()), "logprob_token_ids")
     _set_request_options(request, options)
     return request
 

@@ -66,6 +66,7 @@ fn task(options: &Options, seed: u64, output_index: u32) -> SamplingTask<'_> {
         output_index,
         target: None,
         top_logprobs: options.top_logprobs,
+        logprobs_of: &[],
         top_of: options.top_of,
     }
 }

@@ -131,6 +131,8 @@ fn wrong_ends_are_refused() {
         sampling(r).min_tokens = Some(5);
     });
     check("sampling.min_tokens", "17 is more than max_tokens 16", |r| sampling(r).min_tokens = Some(17));
+    check("logprob_token_ids", "129 tokens are more than 128", |r| r.logprob_token_ids = vec![0; 129]);
+    check("logprob_token_ids[1]", "100 is not below", |r| r.logprob_token_ids = vec![1, 100]);
     check("sampling.stop_token_ids[1]", "100 is not below", |r| sampling(r).stop_token_ids = vec![1, 100]);
     check("sampling.allowed_token_ids[0]", "100 is not below", |r| sampling(r).allowed_token_ids = vec![100]);
     check("sampling.stop", "no tokenizer", |r| sampling(r).stop = vec!["x".into()]);
@@ -185,6 +187,7 @@ fn every_field_arrives() {
             bad_words: Vec::new(),
         }),
         top_logprobs: 100,
+        logprob_token_ids: vec![5, 3],
         top_logprobs_of: pb::Distribution::Processed.into(),
         prompt_logprobs: true,
         stream_tokens: true,
@@ -211,6 +214,7 @@ fn every_field_arrives() {
         bad_words: Vec::new(),
         skip_special_tokens: false,
         top_logprobs: 100,
+        logprob_token_ids: [5, 3].into(),
         top_logprobs_of: Distribution::Processed,
     };
     assert_eq!(*valid.params, params);

@@ -30,7 +30,9 @@ pub(in crate::server::http) struct Report {
     pub(in crate::server::http) created: u64,
     /// Distribution of the log-probabilities.
     pub(in crate::server::http) mode: LogprobsMode,
-    /// How many most likely tokens to report beside each sampled one, if log-probabilities were requested.
+    /// Whether the request names the tokens to report beside each sampled one, instead of the most likely ones.
+    names_tokens: bool,
+    /// How many tokens to report beside each sampled one, if log-probabilities were requested.
     pub(in crate::server::http) logprobs: Option<u32>,
     /// How many most likely tokens to report for each token of the prompt, if at all.
     pub(in crate::server::http) prompt_logprobs: Option<u32>,
@@ -73,6 +75,10 @@ impl Report {
         context: &ServingContext,
     ) -> Result<Self> {
         let (info, is_stream) = (&context.info, sampling.stream.unwrap_or(false));
+        let named = sampling.logprob_token_ids.as_ref().map_or(0, Vec::len);
+        if named > 0 && logprobs.is_none() {
+            return Err(Error::invalid("logprob_token_ids", "needs logprobs, without which none are reported"));
+        }
         if is_stream && sampling.prompt_logprobs.is_some() {
             return Err(Error::invalid("prompt_logprobs", "are not available in a stream; leave out one of the two"));
         }
@@ -82,7 +88,8 @@ impl Report {
             fingerprint: format!("rollout-server-{}-{}-{}", env!("CARGO_PKG_VERSION"), info.kernel, info.dtype),
             created: unix_seconds(),
             mode: sampling.reported(),
-            logprobs,
+            names_tokens: named > 0,
+            logprobs: if named > 0 { u32::try_from(named).ok() } else { logprobs },
             prompt_logprobs: most_likely("prompt_logprobs", sampling.prompt_logprobs, &context.model)?,
             is_stream,
             usage_events: match context.forces_usage {
@@ -106,7 +113,11 @@ impl Report {
 
     /// Writes the log-probabilities of one sample of a chat.
     pub(super) fn chat_logprobs_writer(&self) -> ChatLogprobsWriter {
-        ChatLogprobsWriter { names: self.token_texts(), texts: TokenTexts::new(self.tokenizer.as_ref()) }
+        ChatLogprobsWriter {
+            names: self.token_texts(),
+            texts: TokenTexts::new(self.tokenizer.as_ref()),
+            lists_sampled: self.names_tokens,
+        }
     }
 
     /// The text of a prompt's tokens, with special tokens; empty without a tokenizer.
@@ -153,7 +164,8 @@ impl Report {
     /// How many most likely tokens the engine must report. Ranks, which come with log-probabilities of prompts, are
     /// computed beside at least one.
     pub(in crate::server::http) fn top_logprobs(&self, with_prompt: bool) -> u32 {
-        self.logprobs.max(self.prompt_logprobs).unwrap_or(0).max(u32::from(with_prompt))
+        let sampled = self.logprobs.filter(|_| !self.names_tokens);
+        sampled.max(self.prompt_logprobs).unwrap_or(0).max(u32::from(with_prompt))
     }
 
     /// Memory for turning the log-probabilities of `tokens` tokens into text.

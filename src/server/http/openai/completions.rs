@@ -85,6 +85,9 @@ fn message(
     sampling.request_id = id.or(sampling.request_id);
     let logprobs = most_likely("logprobs", logprobs, &context.model)?;
     let report = Report::new(&sampling, logprobs, context)?;
+    if body.echo == Some(true) && sampling.logprob_token_ids.as_ref().is_some_and(|ids| !ids.is_empty()) {
+        return Err(Error::invalid("logprob_token_ids", "cannot be combined with echo, whose tokens are not sampled"));
+    }
     let prompts = body.prompt.ok_or_else(|| Error::invalid("prompt", "is missing; give a text or token ids"))?.0;
     let is_echo = body.echo.unwrap_or(false);
     let given_text = |prompt: &PromptInput| match prompt {

@@ -162,7 +162,7 @@ struct ChatLogprob {
 }
 
 /// A token and its log-probability.
-#[derive(Debug, Serialize, ToSchema)]
+#[derive(Clone, Debug, Serialize, ToSchema)]
 struct NamedLogprob {
     token: String,
     logprob: Option<f32>,
@@ -176,6 +176,8 @@ pub(super) struct ChatLogprobsWriter {
     pub(super) names: TokenTexts,
     /// The tokens as text, for their bytes.
     pub(super) texts: TokenTexts,
+    /// Whether `top_logprobs` begins with the sampled token, as before tokens that the request names.
+    pub(super) lists_sampled: bool,
 }
 
 impl ChatLogprobsWriter {
@@ -187,12 +189,15 @@ impl ChatLogprobsWriter {
                 logprob: written(chosen(token, mode)),
                 bytes: self.texts.next(token.token).into_bytes(),
             };
+            let first = self.lists_sampled.then(|| sampled.clone());
+            let is_first = |token: &TokenLogprobs, other: TokenId| self.lists_sampled && other == token.token;
             let other = |&(other, value): &(TokenId, f32)| NamedLogprob {
                 token: self.names.alternative(other),
                 logprob: written(value),
                 bytes: self.texts.alternative(other).into_bytes(),
             };
-            ChatLogprob { sampled, top_logprobs: token.top.iter().take(top as usize).map(other).collect() }
+            let others = token.top.iter().take(top as usize).filter(|(id, _)| !is_first(token, *id)).map(other);
+            ChatLogprob { sampled, top_logprobs: first.into_iter().chain(others).collect() }
         };
         ChatLogprobs { content: tokens.iter().map(entry).collect() }
     }

@@ -68,6 +68,8 @@ members! {
         spaces_between_special_tokens: bool,
         /// Report the log-probabilities of the prompt's tokens, with those of this many most likely ones; -1 is all.
         pub(super) prompt_logprobs: i32,
+        /// Report the log-probabilities of these tokens beside each sampled one, instead of the most likely ones.
+        pub(super) logprob_token_ids: Vec<u32>,
         /// Report the ids of the prompt's and the sample's tokens (default: false).
         pub(in crate::server::http) return_token_ids: bool,
         /// Write tokens beside log-probabilities as `token_id:N` (default: false).
@@ -92,9 +94,9 @@ members! {
         /// reason `abort` and the tokens so far (default: no limit).
         time_limit_seconds: f64,
     } rejects [
-        "best_of", "use_beam_search", "length_penalty", "logits_processors", "logprob_token_ids",
-        "guided_json", "guided_regex", "guided_choice", "guided_grammar", "thinking_token_budget",
-        "repetition_detection", "prompt_embeds", "suffix", "vllm_xargs"
+        "best_of", "use_beam_search", "length_penalty", "logits_processors", "prompt_logprob_token_ids",
+        "prompt_logprob_start", "guided_json", "guided_regex", "guided_choice", "guided_grammar",
+        "thinking_token_budget", "repetition_detection", "prompt_embeds", "suffix", "vllm_xargs"
     ];
 }
 
@@ -232,6 +234,7 @@ impl Sampling {
             n: self.n,
             sampling: Some(sampling),
             top_logprobs,
+            logprob_token_ids: self.logprob_token_ids.unwrap_or_default(),
             top_logprobs_of: top_logprobs_of.into(),
             prompt_logprobs: false,
             return_text: false,
