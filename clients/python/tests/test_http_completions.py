@@ -289,6 +289,29 @@ def test_all_logprobs_are_more_than_the_limit(http, member):
     assert answer.body["error"]["message"].endswith("-1, all 512 tokens, is more than 100; ask for fewer")
 
 
+def test_prompts_are_cut_at_either_side(http):
+    text = "The capital of France is the city of Paris, of course. " * 100
+    tokens = encoded(http, text)
+    context = ask(http.http_address, "POST", "/tokenize", {"prompt": "a"}).body["max_model_len"]
+    assert len(tokens) > context, "it would be refused whole"
+
+    def kept(path="/v1/completions", **members):
+        body = {"max_tokens": 3, "return_token_ids": True, "add_special_tokens": False, **members}
+        answer = ask(http.http_address, "POST", path, body)
+        assert answer.status == 200, answer.body
+        return answer.body.get("prompt_token_ids") or answer.body["choices"][0]["prompt_token_ids"]
+
+    for prompt in (text, tokens):
+        assert kept(prompt=prompt, truncate_prompt_tokens=5) == tokens[-5:]
+        assert kept(prompt=prompt, truncate_prompt_tokens=5, truncation_side="left") == tokens[-5:]
+        assert kept(prompt=prompt, truncate_prompt_tokens=5, truncation_side="right") == tokens[:5]
+        assert kept(prompt=prompt, truncate_prompt_tokens=-1) == tokens[3 - context :]
+    messages = [{"role": "user", "content": text}]
+    whole = ask(http.http_address, "POST", "/tokenize", {"messages": messages}).body["tokens"]
+    assert kept("/v1/chat/completions", messages=messages, truncate_prompt_tokens=7) == whole[-7:]
+    assert kept(prompt="a", truncation_side="right") == encoded(http, "a"), "without a number it has no effect"
+
+
 def usages(http, path="/v1/completions", **members):
     """Whether each event of a stream has usage figures."""
     body = {"prompt": [1, 2], "max_tokens": 2, "ignore_eos": True, "stream": True, **members}

@@ -70,7 +70,8 @@ fn prompt(dice: &mut Dice) -> pb::Prompt {
         _ => Some(Kind::Tokens(tokens(dice, 40))),
     };
     let sampling = if dice.one_in(6) { Some(Box::new(sampling::params(dice))) } else { None };
-    pb::Prompt { kind, add_special_tokens: dice.maybe(Dice::coin), sampling }
+    let keep_tokens = if dice.one_in(4) { Some(dice.between(1, 9)) } else { None };
+    pb::Prompt { kind, add_special_tokens: dice.maybe(Dice::coin), sampling, keep_tokens, keep_first: dice.coin() }
 }
 
 fn prompts(dice: &mut Dice) -> Vec<pb::Prompt> {

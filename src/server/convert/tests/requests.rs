@@ -370,3 +370,21 @@ fn abort_names_requests_or_all() {
     assert_eq!(refusal(abort(request(true, ids()))).0, "all");
     assert_eq!(refusal(abort(request(false, Vec::new()))).0, "request_ids");
 }
+
+#[test]
+fn a_prompt_is_cut_at_either_end() {
+    let cut = |keep_tokens, keep_first| {
+        let prompts = vec![pb::Prompt { keep_tokens, keep_first, ..tokens(&[1, 2, 3, 4, 5, 6, 7, 8, 9]) }];
+        let request = pb::GenerateRequest { prompts, ..Default::default() };
+        generate(request, &model()).map(|valid| valid.prompts[0].tokens.to_vec())
+    };
+    assert_eq!(cut(Some(2), false).expect("valid"), [8, 9]);
+    assert_eq!(cut(Some(2), true).expect("valid"), [1, 2]);
+    assert_eq!(cut(Some(7), false).expect("fits"), [3, 4, 5, 6, 7, 8, 9]);
+    for (kept, field) in
+        [(None, "prompts[0].tokens"), (Some(9), "prompts[0].tokens"), (Some(0), "prompts[0].keep_tokens")]
+    {
+        let error = cut(kept, false).expect_err("refused").to_string();
+        assert!(error.starts_with(&format!("{field}: ")), "{error}");
+    }
+}

@@ -95,16 +95,7 @@ fn message(
         PromptInput::Tokens(_) => None,
     };
     let prompt_texts = if is_echo { prompts.iter().map(given_text).collect() } else { Vec::new() };
-    let prompts = messages(prompts, |prompt| match (prompt, sampling.truncate_prompt_tokens) {
-        (PromptInput::Text(_), Some(_)) => {
-            Err(Error::invalid("truncate_prompt_tokens", "is supported for prompts of token ids; send those"))
-        }
-        (PromptInput::Tokens(mut tokens), Some(keep)) => {
-            tokens.drain(..tokens.len().saturating_sub(keep as usize));
-            Ok(PromptInput::Tokens(tokens).into_message(None))
-        }
-        (prompt, None) => Ok(prompt.into_message(add_special_tokens)),
-    })?;
+    let prompts = messages(prompts, add_special_tokens);
     // OpenAI's way to score a text: no token is made, and the answer has the text's own log-probabilities. Here one
     // token is made and dropped.
     let drops_tokens = is_echo && max_tokens == Some(0);
@@ -117,13 +108,11 @@ fn message(
     Ok((pb::GenerateRequest { prompt_logprobs, return_text, ..message }, options))
 }
 
-/// The messages that `message` makes of prompts, in a list that does not grow: that would take its memory three times.
-fn messages(prompts: Vec<PromptInput>, message: impl Fn(PromptInput) -> Result<pb::Prompt>) -> Result<Vec<pb::Prompt>> {
+/// The messages of prompts, in a list that does not grow: that would take its memory three times.
+fn messages(prompts: Vec<PromptInput>, add_special_tokens: Option<bool>) -> Vec<pb::Prompt> {
     let mut messages = Vec::with_capacity(prompts.len());
-    for prompt in prompts {
-        messages.push(message(prompt)?);
-    }
-    Ok(messages)
+    messages.extend(prompts.into_iter().map(|prompt| prompt.into_message(add_special_tokens)));
+    messages
 }
 
 /// The samples of a request.

@@ -13,6 +13,7 @@ use super::structured::structured;
 use crate::error::{Error, Result};
 use crate::server::http::members;
 use crate::server::{ModelFacts, pb};
+use crate::types::SamplingParams;
 
 members! {
     /// How to sample, when to end, and the report. Members that would change these, and that this server does not have,
@@ -82,8 +83,10 @@ members! {
         pub(in crate::server::http) stream: bool,
         /// Further contents of a stream.
         pub(in crate::server::http) stream_options: StreamOptions,
-        /// Keep only this many of the prompt's last tokens.
-        pub(super) truncate_prompt_tokens: u32,
+        /// Keep only this many of the prompt's tokens; -1 keeps as many as leave room for `max_tokens` (default: all).
+        pub(in crate::server::http) truncate_prompt_tokens: i32,
+        /// With `truncate_prompt_tokens`, the side where tokens are dropped (default: left).
+        pub(in crate::server::http) truncation_side: TruncationSide,
         /// Name by which the request can be aborted, unique among running ones. The header X-Request-Id wins.
         pub(in crate::server::http) request_id: String,
         /// Refuse the request unless the policy has this version when it starts.
@@ -98,6 +101,14 @@ members! {
         "prompt_logprob_start", "guided_json", "guided_regex", "guided_choice", "guided_grammar",
         "thinking_token_budget", "repetition_detection", "prompt_embeds", "suffix", "vllm_xargs"
     ];
+}
+
+/// The side of a prompt where tokens are dropped.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Deserialize, ToSchema)]
+#[serde(rename_all = "lowercase")]
+pub(in crate::server::http) enum TruncationSide {
+    Left,
+    Right,
 }
 
 /// Distribution that log-probabilities are taken from.
@@ -185,6 +196,20 @@ impl Sampling {
         self.stop.as_ref().map_or_else(Vec::new, |stop| stop.0.clone())
     }
 
+    /// How many tokens of each prompt to keep; `None` for all.
+    fn kept_prompt_tokens(&self, max_tokens: Option<u32>, model: &ModelFacts) -> Result<Option<u32>> {
+        let Some(given) = self.truncate_prompt_tokens else { return Ok(None) };
+        if given != -1 {
+            let kept = u32::try_from(given).ok().filter(|kept| *kept > 0);
+            let wrong = || Error::invalid("truncate_prompt_tokens", format!("{given} is neither -1 nor at least 1"));
+            return kept.ok_or_else(wrong).map(Some);
+        }
+        let context = u32::try_from(model.max_model_len).unwrap_or(u32::MAX);
+        // Without a smaller maximum, a sample may take all that the prompt leaves, which is at least one token.
+        let answer = max_tokens.unwrap_or(SamplingParams::default().max_tokens);
+        Ok(Some(if answer < context { context - answer } else { context.saturating_sub(1) }))
+    }
+
     /// The message that a gRPC client would send for `prompts`. `model` has the names of the policy, `top_logprobs` is
     /// the number of most likely tokens that the reply needs.
     ///
@@ -193,7 +218,7 @@ impl Sampling {
     /// message is.
     pub(in crate::server::http) fn into_message(
         self,
-        prompts: Vec<pb::Prompt>,
+        mut prompts: Vec<pb::Prompt>,
         max_tokens: Option<u32>,
         top_logprobs: u32,
         model: &ModelFacts,
@@ -203,6 +228,10 @@ impl Sampling {
         }
         if self.allowed_token_ids.as_ref().is_some_and(Vec::is_empty) {
             return Err(Error::invalid("allowed_token_ids", "is empty, so no token could be sampled; leave it out"));
+        }
+        let kept = self.kept_prompt_tokens(max_tokens, model)?;
+        for prompt in &mut prompts {
+            (prompt.keep_tokens, prompt.keep_first) = (kept, self.truncation_side == Some(TruncationSide::Right));
         }
         let top_logprobs_of = match self.reported() {
             LogprobsMode::Processed => pb::Distribution::Processed,

@@ -103,6 +103,12 @@ fn message(
     let ids = body.token_ids.ok_or_else(|| missing("token_ids"))?;
     let InferenceSampling { max_tokens, logprobs, shared: mut sampling } =
         body.sampling_params.ok_or_else(|| missing("sampling_params"))?;
+    if sampling.truncate_prompt_tokens.is_some() {
+        return Err(Error::invalid(
+            "sampling_params.truncate_prompt_tokens",
+            "send the tokens to keep, and leave it out",
+        ));
+    }
     sampling.model = body.model.or(sampling.model);
     sampling.request_id = id.or(body.request_id).or(sampling.request_id);
     sampling.stream = body.stream.or(sampling.stream);

@@ -80,9 +80,6 @@ fn message(
 ) -> Result<(pb::GenerateRequest, ChatOptions)> {
     let ChatRequest { prompt, mut sampling, .. } = body;
     sampling.request_id = id.or(sampling.request_id);
-    if sampling.truncate_prompt_tokens.is_some() {
-        return Err(Error::invalid("truncate_prompt_tokens", "is not supported for a chat; leave messages out"));
-    }
     let top_logprobs = most_likely("top_logprobs", body.top_logprobs, &context.model)?;
     let logprobs = is_true(body.logprobs.as_deref())?.then(|| top_logprobs.unwrap_or(0));
     let report = Report::new(&sampling, logprobs, context)?;

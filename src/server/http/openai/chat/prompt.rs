@@ -62,7 +62,7 @@ impl ChatPrompt {
             continue_final_message: self.continue_final_message.unwrap_or(false),
         };
         let (kind, add_special_tokens) = (Some(pb::prompt::Kind::Chat(chat)), self.add_special_tokens);
-        Ok(pb::Prompt { kind, add_special_tokens, sampling: None })
+        Ok(pb::Prompt { kind, add_special_tokens, ..Default::default() })
     }
 }
 

@@ -71,7 +71,7 @@ fn a_chat_is_charged_at_its_peak() {
             ModelFacts { vocab_size: 513, max_model_len: 16, eos_token_ids: vec![2], encoder, ..Default::default() };
         let messages_json = json!([{ "role": "user", "content": content }]).to_string();
         let chat = pb::Chat { messages_json, ..Default::default() };
-        let prompt = pb::Prompt { kind: Some(pb::prompt::Kind::Chat(chat)), add_special_tokens: None, sampling: None };
+        let prompt = pb::Prompt { kind: Some(pb::prompt::Kind::Chat(chat)), ..Default::default() };
         let traffic = Traffic::new(1 << 40);
         let mut charge = traffic.charge_always(0);
         let (peak, refused) = peak_of(|| tokens(prompt, &model, &mut charge));
