@@ -39,13 +39,15 @@ members! {
         logprobs: Box<RawValue>,
         /// How many most likely tokens to report beside each sampled one; -1 is all (default: 0).
         top_logprobs: i32,
+        /// Whether the content begins with that of the last message, if it has the answer's role (default: false).
+        echo: bool,
         /// Whether the model may call a tool: `auto`, `none`, `required`, or an object that names one (default: auto).
         #[schema(value_type = Option<serde_json::Value>)]
         tool_choice: Box<RawValue>,
         ..prompt: ChatPrompt,
         ..sampling: Sampling,
     } rejects [
-        "audio", "chat_template", "echo", "function_call", "functions", "modalities", "prediction", "reasoning_effort",
+        "audio", "chat_template", "function_call", "functions", "modalities", "prediction", "reasoning_effort",
         "web_search_options"
     ];
 }
@@ -82,7 +84,13 @@ fn message(
     sampling.request_id = id.or(sampling.request_id);
     let top_logprobs = most_likely("top_logprobs", body.top_logprobs, &context.model)?;
     let logprobs = is_true(body.logprobs.as_deref())?.then(|| top_logprobs.unwrap_or(0));
-    let report = Report::new(&sampling, logprobs, context)?;
+    let mut report = Report::new(&sampling, logprobs, context)?;
+    let role = prompt.role();
+    let is_echo = body.echo == Some(true);
+    let echo = if is_echo { prompt.last_text(&role) } else { String::new() };
+    // vLLM reports them for an echo too, though they were not requested.
+    report.prompt_logprobs =
+        report.prompt_logprobs.or(top_logprobs.or(Some(0)).filter(|_| is_echo && !report.is_stream));
     if top_logprobs.is_some_and(|top| top > 0) && logprobs.is_none() {
         return Err(Error::invalid("top_logprobs", "needs logprobs: true"));
     }
@@ -91,7 +99,7 @@ fn message(
     let prompt_logprobs = report.prompt_logprobs.is_some();
     let top = report.top_logprobs(prompt_logprobs);
     let has_short_ids = format == Some(ToolFormat::Mistral);
-    let options = ChatOptions { role: prompt.role(), calling, has_short_ids, report };
+    let options = ChatOptions { role, echo, calling, has_short_ids, report };
     let context_tokens = u32::try_from(context.model.max_model_len).unwrap_or(u32::MAX);
     let max_tokens = body.max_completion_tokens.or(body.max_tokens).unwrap_or(context_tokens);
     let mut message = sampling.into_message(vec![prompt.into_message()?], Some(max_tokens), top, &context.model)?;

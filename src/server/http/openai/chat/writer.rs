@@ -24,6 +24,8 @@ pub(super) struct ChatOptions {
     pub(super) report: Report,
     /// The role of the answer.
     pub(super) role: String,
+    /// The text that the content begins with.
+    pub(super) echo: String,
     pub(super) calling: ToolCalling,
     /// Whether calls have names of nine letters and digits: Mistral's templates take no others.
     pub(super) has_short_ids: bool,
@@ -62,7 +64,7 @@ impl ChatWriter {
     pub(super) fn new(request: &ValidRequest, options: ChatOptions, traffic: &Traffic) -> Self {
         let samples = samples_per_prompt(request);
         let prompt = request.prompts.first().cloned().unwrap_or_default();
-        let bytes = samples * (SAMPLE + options.calling.heap_bytes());
+        let bytes = samples * (SAMPLE + options.calling.heap_bytes()) + options.echo.len();
         Self {
             kept: FinishedSamples::new(if options.report.is_stream { 0 } else { samples }, bytes, traffic),
             options,
@@ -127,6 +129,10 @@ impl ChatWriter {
             let ids = self.options.report.returns_ids.then_some(&self.prompt.tokens[..]);
             let prompt = PromptIds { prompt_token_ids: ids, ..PromptIds::default() };
             self.send(ChunkChoice { index, delta, ..ChunkChoice::default() }, Some(prompt), out);
+            if !self.options.echo.is_empty() {
+                let delta = MessageDelta::text(self.options.echo.clone());
+                self.send(ChunkChoice { index, delta, ..ChunkChoice::default() }, None, out);
+            }
             let logprobs = self.options.report.chat_logprobs_writer();
             self.streamed.push(Some(Streamed { logprobs, parser: self.parser(), calls: 0 }));
         }
@@ -248,12 +254,15 @@ impl Samples for ChatWriter {
 
     fn keep_sample(&mut self, completion: Completion) -> Result<()> {
         let report = &self.options.report;
-        let copies = COPIES * completion.text.as_ref().map_or(0, String::len);
+        let copies = COPIES * (completion.text.as_ref().map_or(0, String::len) + self.options.echo.len());
         let held = self.kept.hold(copies + report.logprobs_bytes(completion.tokens.len()))?;
         let stop_reason = report.stop_reason(&completion);
         let mut text = completion.text.clone().unwrap_or_default();
         text.push_str(&report.ending(&completion, stop_reason.as_ref()));
-        let (content, tool_calls) = self.message(text);
+        let (mut content, tool_calls) = self.message(text);
+        if !self.options.echo.is_empty() {
+            content.get_or_insert_default().insert_str(0, &self.options.echo);
+        }
         let tokens = &completion.tokens;
         let choice = ChatChoice {
             index: completion.sample_index as usize,
