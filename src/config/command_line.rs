@@ -163,6 +163,7 @@ const FLAGS: &[(&[&str], Arity, Meaning)] = &[
     (&["uds"], One, Rejected("the server listens on --host and --port")),
     (&["api-server-count", "-asc", "renderer-num-workers", "tokenizer-worker-num"], One, Always("one process serves all connections with a thread per core")),
     (&["enable-scale-out", "tokens-only", "enable-tokenizer-info-endpoint", "enable-server-load-tracking"], Switch, Always("its routes are always there")),
+    (&["trust-request-chat-template"], Switch, Rejected("requests cannot bring a chat template; give one with --chat-template")),
     (&["enable-prompt-tokens-details"], Switch, Always("usage always has them")),
     // Observability
     (&["uvicorn-log-level", "log-level"], One, Same("log")),

@@ -6,8 +6,8 @@ use std::time::{Duration, Instant};
 
 use super::client::CancelFlag;
 use super::request::{
-    Completion, Event, GenerateCommand, RequestClient, RequestKind, RequestProgress, RequestStatus, Summary,
-    ValidRequest, tokens_bytes,
+    Completion, Event, GenerateCommand, RequestClient, RequestKind, RequestProgress, RequestStatus, SampleTimes,
+    Summary, ValidRequest, tokens_bytes,
 };
 use super::text::{FinishedText, SampleText};
 use crate::cache::CacheSalt;
@@ -348,6 +348,11 @@ impl RequestState {
         let decoded = sample.span.map_or(Duration::ZERO, |(first, last)| last - first);
         self.metrics.sample_done(finish_reason, sample.tokens.len(), decoded);
         self.summary.completion_tokens += u64::from(len);
+        if let (1, Some((first, last)), Some(begun)) = (self.num_samples, sample.span, self.begun_at) {
+            let queued = begun.saturating_duration_since(self.client.arrived);
+            let first_token = first.saturating_duration_since(begun);
+            self.summary.times = Some(SampleTimes { queued, first_token, decoded: last - first });
+        }
         // From here on the backlog counts them.
         self.client.charge.shrink((tokens_bytes(&sample.tokens) + sample.text_bytes() + sample.grammar_bytes) as u64);
         let (prompt_index, sample_index) = (key.group.prompt_index, key.sample_index);

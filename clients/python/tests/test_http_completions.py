@@ -321,6 +321,7 @@ def usages(http, path="/v1/completions", **members):
 
 
 def test_usage_in_streams(http):
+    assert complete(http, prompt=[1, 2], max_tokens=1).body["metrics"] is None
     continuous = {"include_usage": True, "continuous_usage_stats": True}
     assert usages(http) == [False, False]
     assert usages(http, stream_options={"include_usage": True}) == [False, False, True]
@@ -328,13 +329,24 @@ def test_usage_in_streams(http):
     assert usages(http, stream_options={"include_usage": None, "continuous_usage_stats": True}) == [False, False]
 
 
-def test_usage_that_the_server_forces(binary):
-    flags = [*SMALL_CACHE, "--mem-util", "0.2", "--enable-force-include-usage"]
+def test_usage_and_times_in_all_answers(binary):
+    flags = [*SMALL_CACHE, "--mem-util", "0.2", "--enable-force-include-usage", "--enable-per-request-metrics"]
     with ServerProcess(binary, FIXTURES / MODEL, flags) as server:
         assert usages(server) == [True, True, True]
         assert usages(server, stream_options={"include_usage": False}) == [True, True, True]
         tokens = {"token_ids": [1, 2], "sampling_params": {"max_tokens": 2, "ignore_eos": True}}
         assert usages(server, "/inference/v1/generate", **tokens) == [False, False]
+        body = {"prompt": [1, 2], "max_tokens": 4, "ignore_eos": True}
+        times = complete(server, **body).body["metrics"]
+        assert times["queue_time_ms"] >= 0 and times["time_to_first_token_ms"] > 0
+        assert times["mean_itl_ms"] == pytest.approx(times["generation_time_ms"] / 3)
+        assert times["tokens_per_second"] > 0 and times["speculative_decoding"] is None
+        streamed = events(complete(server, stream=True, **body).body)
+        assert list(streamed[-1]["metrics"]) == list(times) and "metrics" not in streamed[0]
+        chat = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 1}
+        times = ask(server.http_address, "POST", "/v1/chat/completions", chat).body["metrics"]
+        assert times["mean_itl_ms"] is None and times["generation_time_ms"] == 0
+        assert complete(server, n=2, **body).body["metrics"] is None, "whose would they be?"
 
 
 def test_the_readmes_curl_command(http):

@@ -35,6 +35,7 @@ pub(super) fn open() -> (StageSetter, ServerState, Receiver<Command>) {
         update_idle: Duration::from_secs(3600),
         trainers: Trainers::default(),
         forces_usage: false,
+        reports_times: false,
     })));
     (stage, server, commands)
 }

@@ -3,6 +3,7 @@
 
 use std::collections::VecDeque;
 use std::sync::Arc;
+use std::time::Duration;
 
 use bytes::Bytes;
 use serde::Serialize;
@@ -10,7 +11,7 @@ use utoipa::ToSchema;
 
 use super::logprobs::{ALTERNATIVE, ChatLogprobsWriter, LOGPROB, PromptLogprobs, TokenTexts, most_likely};
 use super::sampling::{LogprobsMode, Sampling, UsageEvents};
-use crate::engine::{Completion, Summary};
+use crate::engine::{Completion, SampleTimes, Summary};
 use crate::error::{Error, Result};
 use crate::server::ServingContext;
 use crate::server::http::{FinishedSamples, event, unix_seconds};
@@ -40,6 +41,7 @@ pub(in crate::server::http) struct Report {
     pub(in crate::server::http) usage_events: UsageEvents,
     pub(in crate::server::http) returns_ids: bool,
     pub(super) returns_versions: bool,
+    reports_times: bool,
     /// Writes tokens beside log-probabilities as `token_id:N`.
     writes_ids: bool,
     includes_stop: bool,
@@ -98,6 +100,7 @@ impl Report {
             },
             returns_ids: sampling.return_token_ids.unwrap_or(false),
             returns_versions: sampling.return_weight_versions.unwrap_or(false),
+            reports_times: context.reports_times,
             writes_ids: sampling.return_tokens_as_token_ids.unwrap_or(false),
             includes_stop: sampling.include_stop_str_in_output.unwrap_or(false),
             stop: sampling.stop_strings(),
@@ -189,6 +192,11 @@ impl Report {
         Ok(top.map(|top| PromptLogprobs::new(prompt.tokens[0], logprobs, top, self.token_texts())))
     }
 
+    /// The times of the request's sample, if answers have them.
+    pub(super) fn metrics(&self, summary: &Summary) -> Option<RequestMetrics> {
+        summary.times.filter(|_| self.reports_times).map(|times| RequestMetrics::new(times, summary.completion_tokens))
+    }
+
     /// The versions that made a sample's tokens, if they were requested.
     pub(super) fn versions(&self, completion: &Completion) -> Option<Vec<VersionSpan>> {
         let span = |&(version, start, end): &_| VersionSpan { version, start, end };
@@ -216,6 +224,37 @@ pub(in crate::server::http) struct Usage {
     prompt_tokens_details: Option<PromptDetails>,
     #[serde(skip_serializing_if = "Option::is_none")]
     completion_tokens_details: Option<Null>,
+}
+
+/// Times of a request's only sample.
+#[derive(Clone, Copy, Debug, Serialize, ToSchema)]
+pub(super) struct RequestMetrics {
+    /// From the first step to the first token.
+    time_to_first_token_ms: f64,
+    /// From the first token to the last.
+    generation_time_ms: f64,
+    /// From the request's arrival to the first step.
+    queue_time_ms: f64,
+    /// Mean time between two tokens.
+    mean_itl_ms: Option<f64>,
+    /// Tokens by the time from the first step to the last token.
+    tokens_per_second: Option<f64>,
+    speculative_decoding: Null,
+}
+
+impl RequestMetrics {
+    fn new(times: SampleTimes, tokens: u64) -> Self {
+        let ms = |time: Duration| time.as_secs_f64() * 1000.0;
+        let computed = (times.first_token + times.decoded).as_secs_f64();
+        Self {
+            time_to_first_token_ms: ms(times.first_token),
+            generation_time_ms: ms(times.decoded),
+            queue_time_ms: ms(times.queued),
+            mean_itl_ms: (tokens > 1).then(|| ms(times.decoded) / (tokens - 1) as f64),
+            tokens_per_second: (computed > 0.0).then(|| tokens as f64 / computed),
+            speculative_decoding: Null::default(),
+        }
+    }
 }
 
 /// The parts of a prompt's tokens.
@@ -253,6 +292,8 @@ struct Chunk<'a, C> {
     usage: Option<Usage>,
     #[serde(skip_serializing_if = "Option::is_none")]
     system_fingerprint: Option<&'a str>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    metrics: Option<RequestMetrics>,
     /// In the first event of a chat alone.
     #[serde(flatten)]
     prompt: Option<PromptIds<'a>>,
@@ -286,34 +327,33 @@ impl Chunks {
     ) {
         let events = report.usage_events;
         let usage = (events == UsageEvents::All).then(|| Usage::new(self.prompt_tokens, self.tokens));
-        out.push_back(self.chunk(report, &[choice], usage, is_last && events == UsageEvents::None, prompt));
+        let fingerprint = (is_last && events == UsageEvents::None).then_some(&*report.fingerprint);
+        let choices = [choice];
+        let chunk = self.chunk(report, &choices);
+        out.push_back(event(&Chunk { usage, system_fingerprint: fingerprint, prompt, ..chunk }));
     }
 
     /// Sends the last event, if it was requested.
     pub(super) fn end(&self, report: &Report, summary: &Summary, out: &mut VecDeque<Bytes>) {
         if report.usage_events != UsageEvents::None {
-            let usage = Usage::new(summary.prompt_tokens, summary.completion_tokens);
-            out.push_back(self.chunk::<()>(report, &[], Some(usage), true, None));
+            let usage = Some(Usage::new(summary.prompt_tokens, summary.completion_tokens));
+            let (system_fingerprint, metrics) = (Some(&*report.fingerprint), report.metrics(summary));
+            let chunk = self.chunk::<()>(report, &[]);
+            out.push_back(event(&Chunk { usage, system_fingerprint, metrics, ..chunk }));
         }
     }
 
-    fn chunk<C: Serialize>(
-        &self,
-        report: &Report,
-        choices: &[C],
-        usage: Option<Usage>,
-        has_fingerprint: bool,
-        prompt: Option<PromptIds<'_>>,
-    ) -> Bytes {
-        event(&Chunk {
+    fn chunk<'a, C>(&'a self, report: &'a Report, choices: &'a [C]) -> Chunk<'a, C> {
+        Chunk {
             id: &self.id,
             object: self.object,
             created: report.created,
             model: &report.model,
             choices,
-            usage,
-            system_fingerprint: has_fingerprint.then_some(&report.fingerprint),
-            prompt,
-        })
+            usage: None,
+            system_fingerprint: None,
+            metrics: None,
+            prompt: None,
+        }
     }
 }

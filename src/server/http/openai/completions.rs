@@ -8,7 +8,7 @@ use serde::Serialize;
 use serde_json::value::RawValue;
 use utoipa::ToSchema;
 
-use super::answers::{Chunks, Null, Report, StopReason, Usage, VersionSpan, finish_reason};
+use super::answers::{Chunks, Null, Report, RequestMetrics, StopReason, Usage, VersionSpan, finish_reason};
 use super::logprobs::{Logprobs, LogprobsWriter, PromptLogprobs, most_likely};
 use super::prompt::{PromptInput, Prompts};
 use super::request_id;
@@ -129,7 +129,7 @@ pub(in crate::server::http) struct CompletionAnswer<'a> {
     usage: Usage,
     kv_transfer_params: Null,
     ec_transfer_params: Null,
-    metrics: Null,
+    metrics: Option<RequestMetrics>,
 }
 
 /// One sample, or the part of it in one event.
@@ -367,6 +367,7 @@ impl Samples for CompletionWriter {
                 choices,
                 system_fingerprint: &report.fingerprint,
                 usage: Usage::of(summary),
+                metrics: report.metrics(summary),
                 ..CompletionAnswer::default()
             })
         })

@@ -298,6 +298,7 @@ impl Samples for ChatWriter {
                 choices,
                 system_fingerprint: &report.fingerprint,
                 usage: Usage::of(summary),
+                metrics: report.metrics(summary),
                 prompt_logprobs: self.prompt_logprobs.as_ref(),
                 prompt_token_ids: report.returns_ids.then_some(&self.prompt.tokens[..]),
                 ..ChatAnswer::default()
