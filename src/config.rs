@@ -111,6 +111,14 @@ pub struct Config {
     #[arg(long, help_heading = "Serving", env = "ROLLOUT_MAX_CONNECTIONS", default_value_t = 1024, value_name = "N")]
     pub max_connections: usize,
 
+    /// Whether all streams of completions and chats have usage figures in each event and at the end, as vLLM's flag.
+    #[arg(long, help_heading = "Serving", env = "ROLLOUT_ENABLE_FORCE_INCLUDE_USAGE")]
+    pub enable_force_include_usage: bool,
+
+    /// Whether answers to completions and chats with one sample have its times, as vLLM's flag.
+    #[arg(long, help_heading = "Serving", env = "ROLLOUT_ENABLE_PER_REQUEST_METRICS")]
+    pub enable_per_request_metrics: bool,
+
     /// Seconds that running requests get to finish after SIGTERM.
     #[arg(
         long,

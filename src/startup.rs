@@ -141,6 +141,8 @@ pub fn start(config: &Config, observer: Observer, recorder: Recorder) -> Result<
         sources,
         update_idle: Duration::from_secs(config.update_idle_seconds),
         trainers,
+        forces_usage: config.enable_force_include_usage,
+        reports_times: config.enable_per_request_metrics,
     };
     Ok((context, thread))
 }

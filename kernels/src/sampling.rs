@@ -56,7 +56,7 @@ pub struct SamplingTask<'a> {
     /// Tokens beyond the words may not. At least one token is left by this, `allowed` and `banned`.
     pub mask: Option<&'a [u32]>,
     /// Tokens that have probability 0; those beyond the vocabulary are passed over.
-    pub banned: [&'a [u32]; 2],
+    pub banned: [&'a [u32]; 3],
     /// The prompt and the output so far, which the penalties count, if there are any.
     pub history: Option<(&'a [u32], &'a [u32])>,
     /// The sample's own seed.
@@ -67,6 +67,8 @@ pub struct SamplingTask<'a> {
     pub target: Option<u32>,
     /// How many of the most likely tokens to give beside the token, with its rank; 0 for neither.
     pub top_logprobs: u32,
+    /// Tokens to give in this order instead of the most likely ones; none for those.
+    pub logprobs_of: &'a [u32],
     /// The distribution that these and the rank are of.
     pub top_of: Distribution,
 }
@@ -87,6 +89,11 @@ impl SamplingTask<'_> {
     pub(crate) fn edits(&self) -> bool {
         let is_restricted = self.allowed.is_some() || self.mask.is_some() || self.banned.iter().any(|b| !b.is_empty());
         is_restricted || !self.logit_bias.is_empty() || self.history.is_some()
+    }
+
+    /// Whether the answer lists tokens beside its own, and has its rank.
+    pub(crate) fn lists_tokens(&self) -> bool {
+        self.top_logprobs > 0 || !self.logprobs_of.is_empty()
     }
 
     /// Factor of the logits: the temperature's inverse, clamped to normal numbers, so that `0 * scale` is 0 and
@@ -135,7 +142,8 @@ pub struct TokenLogprobs {
     /// The token's log-probability in the distribution sampled from (temperature, penalties, filters applied and
     /// renormalised); `-inf` for a scored token which that distribution excludes; 0 for greedy's own choice.
     pub processed: f32,
-    /// The most likely tokens of the distribution asked for, descending; ties by ascending id.
+    /// The most likely tokens of the distribution asked for, descending; ties by ascending id. Or those that the task
+    /// names, in its order.
     pub top: Vec<(u32, f32)>,
     /// 1 + the number of tokens that are more likely than this one in the same distribution; 0 where it is not asked
     /// for.

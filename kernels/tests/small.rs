@@ -169,12 +169,13 @@ impl Rank {
             logit_bias: &[(1, 2.0)],
             allowed: None,
             mask: (top_p < 1.0).then_some(&[0xffff_0f3a, 7]),
-            banned: [&[2], &[]],
+            banned: [&[2], &[], &[]],
             history: None,
             seed: 7,
             output_index: 3,
             target,
             top_logprobs: 2,
+            logprobs_of: &[],
             top_of: Distribution::Processed,
         };
         let tasks = [task(0.0, 1.0, None), task(0.8, 0.9, None), task(1.0, 1.0, Some(4))];

@@ -136,7 +136,7 @@ const FLAGS: &[(&[&str], Arity, Meaning)] = &[
     (&["compilation-config", "-cc", "optimization-level"], One, Always("kernels are compiled ahead; --graphs controls CUDA graphs")),
     (&["cuda-graph-max-bs", "max-cudagraph-capture-size"], One, Always("graphs are captured for the sizes that occur")),
     (&["enable-deterministic-inference"], Switch, Always("results never depend on the batch")),
-    (&["max-logprobs"], One, Always("each request gets the log-probabilities it asks for")),
+    (&["max-logprobs"], One, Always("each request may ask for 100 tokens, and name 128 others")),
     (&["logprobs-mode"], One, Only(&["processed_logprobs"], "requests choose with logprobs_mode, \"raw\" or \"processed\"; the default is processed")),
     (&["seed", "random-seed"], One, Always("requests give their seeds; without one, the server draws and returns it")),
     (&["enable-auto-tool-choice"], Switch, Always("calls of tools are always parsed")),
@@ -163,6 +163,7 @@ const FLAGS: &[(&[&str], Arity, Meaning)] = &[
     (&["uds"], One, Rejected("the server listens on --host and --port")),
     (&["api-server-count", "-asc", "renderer-num-workers", "tokenizer-worker-num"], One, Always("one process serves all connections with a thread per core")),
     (&["enable-scale-out", "tokens-only", "enable-tokenizer-info-endpoint", "enable-server-load-tracking"], Switch, Always("its routes are always there")),
+    (&["trust-request-chat-template"], Switch, Rejected("requests cannot bring a chat template; give one with --chat-template")),
     (&["enable-prompt-tokens-details"], Switch, Always("usage always has them")),
     // Observability
     (&["uvicorn-log-level", "log-level"], One, Same("log")),

@@ -152,8 +152,8 @@ pub struct Completion {
     pub sample_index: u32,
     pub tokens: Vec<TokenLogprobs>,
     pub finish_reason: FinishReason,
-    /// The text of `tokens` without special tokens, up to the stop string if one ended the sample; `None` unless
-    /// `return_text` is set.
+    /// The text of `tokens`, up to the stop string or the token that ended the sample; `None` unless `return_text` is
+    /// set.
     pub text: Option<String>,
     /// Versions of the policies that made the tokens, as `(version, start, end)` over `tokens`.
     pub weight_versions: Vec<(WeightVersion, u32, u32)>,
@@ -163,6 +163,17 @@ pub struct Completion {
     pub cached_tokens: u32,
 }
 
+/// Times of a sample that has tokens.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct SampleTimes {
+    /// From the request's arrival to its first step.
+    pub queued: Duration,
+    /// From the first step to the first token.
+    pub first_token: Duration,
+    /// From the first token to the last.
+    pub decoded: Duration,
+}
+
 /// Totals of a request that has ended.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Summary {
@@ -170,6 +181,8 @@ pub struct Summary {
     pub cached_tokens: u64,
     pub completion_tokens: u64,
     pub seconds: f64,
+    /// Times of its sample, if it has only one.
+    pub times: Option<SampleTimes>,
 }
 
 /// State of a request.

@@ -6,8 +6,8 @@ use std::time::Instant;
 
 use super::client::CancelFlag;
 use super::request::{
-    Completion, Event, GenerateCommand, RequestClient, RequestKind, RequestProgress, RequestStatus, Summary,
-    ValidRequest, tokens_bytes,
+    Completion, Event, GenerateCommand, RequestClient, RequestKind, RequestProgress, RequestStatus, SampleTimes,
+    Summary, ValidRequest, tokens_bytes,
 };
 use super::text::{FinishedText, SampleText};
 use crate::cache::CacheSalt;
@@ -148,7 +148,7 @@ impl RequestState {
         let is_returned = matches!(self.request.kind, RequestKind::Generate { return_text: true, .. });
         (is_returned || !params.stop_strings.is_empty()).then(|| {
             let tokenizer = tokenizer.expect("a request for text or with stop strings is rejected without a tokenizer");
-            SampleText::new(tokenizer, &params.stop_strings, is_returned)
+            SampleText::new(tokenizer, params, is_returned)
         })
     }
 
@@ -280,13 +280,11 @@ impl RequestState {
         let streams_tokens = self.streams_tokens();
         let sample = self.samples.get_mut(&key).expect("a token is of a sample that runs");
         let text_bytes = sample.text_bytes();
-        let completes_stop_string = sample.text.as_mut().is_some_and(|text| text.push(logprobs.token));
-        let finish = match finish {
-            // The token itself ends the sample, even if it completes a stop string as well.
-            Some(FinishReason::Eos | FinishReason::StopToken) => finish,
-            _ if completes_stop_string => Some(FinishReason::StopString),
-            _ => finish,
-        };
+        // The text ends before a token that ends the sample.
+        let ends_by_token = matches!(finish, Some(FinishReason::Eos | FinishReason::StopToken));
+        let completes_stop_string =
+            !ends_by_token && sample.text.as_mut().is_some_and(|text| text.push(logprobs.token));
+        let finish = if completes_stop_string { Some(FinishReason::StopString) } else { finish };
         if streams_tokens {
             let (prompt_index, sample_index) = (key.group.prompt_index, key.sample_index);
             let text = sample.text.as_mut().and_then(SampleText::next_piece);
@@ -365,6 +363,11 @@ impl RequestState {
     fn complete(&mut self, key: SampleKey, sample: Sample, finish_reason: FinishReason, now: Instant) {
         self.count(&sample, finish_reason, now);
         self.summary.completion_tokens += sample.tokens.len() as u64;
+        if let (1, Some((first, last)), Some(begun)) = (self.num_samples, sample.span, self.begun_at) {
+            let queued = begun.saturating_duration_since(self.client.arrived);
+            let first_token = first.saturating_duration_since(begun);
+            self.summary.times = Some(SampleTimes { queued, first_token, decoded: last - first });
+        }
         // From here on the backlog counts them.
         self.client.charge.shrink((tokens_bytes(&sample.tokens) + sample.text_bytes() + sample.grammar_bytes) as u64);
         let (prompt_index, sample_index) = (key.group.prompt_index, key.sample_index);

@@ -3,9 +3,9 @@
 use std::sync::Arc;
 
 use crate::text::{IncrementalDetokenizer, StopMatcher, StopStrings, Tokenizer};
-use crate::types::TokenId;
+use crate::types::{SamplingParams, TokenId};
 
-/// Turns the tokens of one sample into text, and searches the text for stop strings. The text omits special tokens.
+/// Turns the tokens of one sample into text, and searches the text for stop strings.
 #[derive(Clone)]
 pub(super) struct SampleText {
     detokenizer: IncrementalDetokenizer,
@@ -36,10 +36,10 @@ impl FinishedText {
 }
 
 impl SampleText {
-    pub fn new(tokenizer: &Arc<Tokenizer>, stop_strings: &[String], is_returned: bool) -> Self {
+    pub fn new(tokenizer: &Arc<Tokenizer>, params: &SamplingParams, is_returned: bool) -> Self {
         Self {
-            detokenizer: IncrementalDetokenizer::new(tokenizer.clone(), true),
-            matcher: StopMatcher::new(Arc::new(StopStrings::new(stop_strings))),
+            detokenizer: IncrementalDetokenizer::new(tokenizer.clone(), params.skip_special_tokens),
+            matcher: StopMatcher::new(Arc::new(StopStrings::new(&params.stop_strings))),
             is_returned,
             text: String::new(),
             streamed: 0,

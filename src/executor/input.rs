@@ -109,12 +109,17 @@ fn sampling_task(task: &LogitsTask) -> SamplingTask<'_> {
         logit_bias: &params.logit_bias,
         allowed: params.allowed_tokens.as_deref(),
         mask: task.mask.as_ref().map(TokenMask::words),
-        banned: if may_stop { [&[], &[]] } else { [&params.eos_token_ids, &params.stop_token_ids] },
+        banned: if may_stop {
+            [&[], &[], &task.bad]
+        } else {
+            [&params.eos_token_ids, &params.stop_token_ids, &task.bad]
+        },
         history: task.history.as_ref().map(|history| (&*history.prompt, &*history.output)),
         seed: task.seed,
         output_index: task.output_index,
         target: task.target,
         top_logprobs: params.top_logprobs,
+        logprobs_of: if task.target.is_none() { &params.logprob_token_ids[..] } else { &[] },
         top_of: if task.target.is_none() { params.top_logprobs_of } else { Distribution::Raw },
     }
 }

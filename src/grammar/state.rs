@@ -127,7 +127,7 @@ impl Grammar {
 
     /// Whether a sample with `params` can have a first token.
     pub fn can_start(&self, params: &SamplingParams) -> bool {
-        self.0.goes_on(params, 0)
+        self.0.goes_on(params, &[])
     }
 
     /// Bytes that all samples of the request share.
@@ -147,8 +147,9 @@ impl GrammarState {
     }
 
     /// Whether a sample with `params` and `num_outputs` tokens can have another token.
-    pub fn goes_on(&self, params: &SamplingParams, num_outputs: usize) -> bool {
-        self.mask.tokens().any(|token| params.may_sample(token, num_outputs))
+    pub fn goes_on(&self, params: &SamplingParams, outputs: &[TokenId]) -> bool {
+        let bad = params.bad_after(outputs, &[]);
+        self.mask.tokens().any(|token| params.may_sample(token, outputs.len()) && !bad.contains(&token))
     }
 
     /// Adds `token`, which the mask allows and which does not end the sample, if the next mask can be computed within

@@ -117,11 +117,11 @@ fn parameters_may_leave_no_token() {
     state.advance(&[a]).unwrap();
     assert_eq!(state.mask().tokens().collect::<Vec<_>>(), [EOS]);
     let late = SamplingParams { min_tokens: 2, eos_token_ids: vec![EOS], ..Default::default() };
-    assert!(state.goes_on(&late, 2) && !state.goes_on(&late, 1) && !state.goes_on(&only(&[a]), 1));
+    assert!(state.goes_on(&late, &[a, a]) && !state.goes_on(&late, &[a]) && !state.goes_on(&only(&[a]), &[a]));
     let without_end = compiler.compile(&regex("a"), LOGITS, &[]).unwrap();
     let mut state = without_end.start();
     state.advance(&[a]).unwrap();
-    assert!(!state.goes_on(&SamplingParams::default(), 1));
+    assert!(!state.goes_on(&SamplingParams::default(), &[a]));
 }
 
 #[test]

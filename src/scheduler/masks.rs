@@ -66,10 +66,7 @@ impl Scheduler {
         };
         let is_text_complete = matches!(finish, Some(FinishReason::Eos | FinishReason::StopToken));
         let can_run_on = is_text_complete
-            || sequence
-                .grammar
-                .as_ref()
-                .is_none_or(|grammar| grammar.goes_on(&sequence.params, sequence.outputs.len()));
+            || sequence.grammar.as_ref().is_none_or(|grammar| grammar.goes_on(&sequence.params, &sequence.outputs));
         let finish = if can_run_on { finish } else { Some(FinishReason::Grammar) };
         (Outcome::Token { sample, logprobs, finish, grammar_bytes }, finish.is_some())
     }

@@ -212,6 +212,7 @@ impl Sequence {
             target,
             history: with_history.then(history),
             mask: self.grammar.as_ref().filter(|_| target.is_none()).map(|grammar| grammar.mask().clone()),
+            bad: if target.is_none() { self.params.bad_after(&self.outputs, &[]) } else { Vec::new() },
         }
     }
 
@@ -229,6 +230,7 @@ impl Sequence {
             let mut task = task.clone();
             task.output_index += 1;
             task.mask = masks.as_ref().map(|masks| masks[place].clone());
+            task.bad = self.params.bad_after(&self.outputs, &draft[..=place]);
             if let Some(history) = &mut task.history {
                 history.output.push(token);
             }

@@ -38,6 +38,10 @@ pub struct ServingContext {
     pub update_idle: Duration,
     /// Joins groups of trainers that broadcast their weights.
     pub trainers: Trainers,
+    /// Whether every stream of OpenAI's routes has usage figures.
+    pub forces_usage: bool,
+    /// Whether answers of OpenAI's routes have the times of a sample.
+    pub reports_times: bool,
 }
 
 /// Facts of the model that requests are checked against.

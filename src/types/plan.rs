@@ -64,6 +64,8 @@ pub struct LogitsTask {
     pub history: Option<History>,
     /// The tokens that may be sampled; `None` for all, and if `target` is given.
     pub mask: Option<TokenMask>,
+    /// The tokens that would complete a bad word.
+    pub bad: Vec<TokenId>,
 }
 
 /// All tokens of a sequence before the sampled one.

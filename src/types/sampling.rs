@@ -1,5 +1,7 @@
 //! Sampling parameters, finish reasons, and the seeds of samples.
 
+use std::sync::Arc;
+
 use super::{Distribution, TokenId};
 
 /// How tokens are chosen and when a sample ends. The server checks every range before it makes one from a request, so
@@ -36,8 +38,15 @@ pub struct SamplingParams {
     pub stop_token_ids: Vec<TokenId>,
     /// Texts that end a sample; none is empty.
     pub stop_strings: Vec<String>,
+    /// Sequences of tokens, none empty, that are not sampled: the last token of each has probability 0 where the output
+    /// ends with the others.
+    pub bad_words: Vec<Vec<TokenId>>,
+    /// Whether the text leaves out special tokens.
+    pub skip_special_tokens: bool,
     /// Number of most likely tokens that are reported beside each sampled or scored one, with its rank; 0 for none.
     pub top_logprobs: u32,
+    /// Tokens that are reported beside each sampled one instead of the most likely ones; empty for those.
+    pub logprob_token_ids: Arc<[TokenId]>,
     /// The distribution of `top_logprobs` beside sampled tokens; beside scored ones it is always the raw one.
     pub top_logprobs_of: Distribution,
 }
@@ -59,7 +68,10 @@ impl Default for SamplingParams {
             eos_token_ids: Vec::new(),
             stop_token_ids: Vec::new(),
             stop_strings: Vec::new(),
+            bad_words: Vec::new(),
+            skip_special_tokens: true,
             top_logprobs: 0,
+            logprob_token_ids: Arc::default(),
             top_logprobs_of: Distribution::Raw,
         }
     }
@@ -68,10 +80,13 @@ impl Default for SamplingParams {
 impl SamplingParams {
     /// Size of the lists on the heap, in bytes.
     pub fn heap_bytes(&self) -> usize {
-        let tokens =
-            self.allowed_tokens.as_ref().map_or(0, Vec::len) + self.eos_token_ids.len() + self.stop_token_ids.len();
+        let tokens = self.allowed_tokens.as_ref().map_or(0, Vec::len)
+            + self.eos_token_ids.len()
+            + self.stop_token_ids.len()
+            + self.logprob_token_ids.len();
         let text: usize = self.stop_strings.iter().map(|s| s.len() + size_of::<String>()).sum();
-        size_of_val(&self.logit_bias[..]) + tokens * size_of::<TokenId>() + text
+        let bad: usize = self.bad_words.iter().map(|word| size_of_val(word) + size_of_val(&word[..])).sum();
+        size_of_val(&self.logit_bias[..]) + tokens * size_of::<TokenId>() + text + bad
     }
 
     /// Whether `allowed_tokens` and `min_tokens` allow `token` in a sample with `num_outputs` tokens.
@@ -80,6 +95,17 @@ impl SamplingParams {
         let is_banned =
             num_outputs < self.min_tokens as usize && (has(&self.eos_token_ids) || has(&self.stop_token_ids));
         !is_banned && self.allowed_tokens.as_ref().is_none_or(|allowed| has(allowed))
+    }
+
+    /// The tokens that would complete a bad word after `output` and the tokens of `draft` behind it.
+    pub fn bad_after(&self, output: &[TokenId], draft: &[TokenId]) -> Vec<TokenId> {
+        let completed = |word: &Vec<TokenId>| {
+            let (last, start) = word.split_last()?;
+            let ends_with_start = start.len() <= output.len() + draft.len()
+                && start.iter().rev().eq(output.iter().chain(draft).rev().take(start.len()));
+            ends_with_start.then_some(*last)
+        };
+        self.bad_words.iter().filter_map(completed).collect()
     }
 
     /// Whether a penalty makes the distribution depend on the tokens so far, so that each task must carry them.
@@ -132,4 +158,20 @@ fn split_mix(seed: u64, index: u32) -> u64 {
     z = (z ^ (z >> 30)).wrapping_mul(0xBF58_476D_1CE4_E5B9);
     z = (z ^ (z >> 27)).wrapping_mul(0x94D0_49BB_1331_11EB);
     z ^ (z >> 31)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    #[test]
+    fn the_last_token_of_a_bad_word_is_bad_after_the_others() {
+        let bad_words = vec![vec![7], vec![1, 2, 3], vec![2, 4]];
+        let params = SamplingParams { bad_words, ..SamplingParams::default() };
+        assert_eq!(params.bad_after(&[], &[]), [7]);
+        assert_eq!(params.bad_after(&[1], &[]), [7]);
+        assert_eq!(params.bad_after(&[9, 1, 2], &[]), [7, 3, 4]);
+        assert_eq!(params.bad_after(&[9, 1], &[2]), [7, 3, 4]);
+        assert_eq!(params.bad_after(&[1, 2], &[5]), [7]);
+        assert_eq!(params.bad_after(&[], &[2]), [7, 4]);
+    }
 }

@@ -48,7 +48,6 @@ DIFFERENCES = {
 """Differences that are meant, by the exchange's name."""
 OTHER_STATUS = {
     "continue-both": "continue_final_message alone says what is meant",
-    "echo": "not supported in a chat, and not dropped in silence",
     "tools-absent-choice": "the format of calls is told by the template, not by a flag",
     "tools-auto": "the format of calls is told by the template, not by a flag",
     "tools-named": "a call can be forced without a flag",
@@ -233,7 +232,8 @@ def test_errors_are_those_of_openais_package(ai):
         ({"top_logprobs": 2}, "top_logprobs"),
         ({"logprobs": 5}, "logprobs"),
         ({"stream": True, "prompt_logprobs": 1}, "prompt_logprobs"),
-        ({"truncate_prompt_tokens": 5}, "truncate_prompt_tokens"),
+        ({"truncate_prompt_tokens": -2}, "truncate_prompt_tokens"),
+        ({"truncate_prompt_tokens": 2, "truncation_side": "middle"}, "truncation_side"),
         ({"continue_final_message": True, "add_generation_prompt": True}, "add_generation_prompt"),
         ({"documents": [1]}, "documents[0]"),
         ({"chat_template_kwargs": {"chat_template": "x"}}, "chat_template_kwargs.chat_template"),
@@ -243,6 +243,24 @@ def test_errors_are_those_of_openais_package(ai):
 def test_what_is_wrong_is_named(http, members, param):
     answer = ask(http.http_address, "POST", CHAT, {"messages": HELLO, **members})
     assert (answer.status, answer.body["error"]["param"]) == (400, param), answer.body
+
+
+def test_an_echo_begins_with_the_last_message(http):
+    begun = [*HELLO, {"role": "assistant", "content": [{"type": "text", "text": "Well"}]}]
+    members = {"max_tokens": 4, "seed": 1, "n": 2, "continue_final_message": True}
+
+    def contents(**more):
+        choices = chat(http, **members | more).body["choices"]
+        stream = events(chat(http, stream=True, **members | more).body)
+        for choice in choices:
+            parts = [e["choices"][0]["delta"] for e in stream if e["choices"][0]["index"] == choice["index"]]
+            assert "".join(part.get("content") or "" for part in parts) == choice["message"]["content"]
+        return [choice["message"]["content"] for choice in choices]
+
+    plain = contents(messages=begun)
+    assert contents(messages=begun, echo=True) == [f"Well{content}" for content in plain]
+    asked = {"add_generation_prompt": True, "continue_final_message": False}
+    assert contents(echo=True, **asked) == contents(**asked), "the last message is the user's"
 
 
 def test_members_that_ask_for_nothing_are_taken_and_others_are_named(http):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import shlex
 import subprocess
@@ -22,6 +23,7 @@ OTHER_TEXT = "another model: the stop did not come"
 DIFFERENCES = {
     "eos": {"choices.0.finish_reason": OTHER_TEXT},
     "json": {"choices.0.finish_reason": OTHER_TEXT},
+    "skip_special_tokens": {"choices.0.finish_reason": OTHER_TEXT},
     "stop": {"choices.0.finish_reason": OTHER_TEXT, "choices.0.stop_reason": OTHER_TEXT},
     "stop-included": {"choices.0.finish_reason": OTHER_TEXT, "choices.0.stop_reason": OTHER_TEXT},
     "stop-over-tokens": {"choices.0.finish_reason": OTHER_TEXT, "choices.0.stop_reason": OTHER_TEXT},
@@ -32,15 +34,12 @@ DIFFERENCES = {
 """Differences that are meant, by the exchange's name; `test_what_stops_is_said` has the stops."""
 OTHER_STATUS = {
     "best_of": "vLLM drops best_of in silence, though it changes the samples",
-    "logprob_token_ids": "not supported, and not dropped in silence",
     "max_tokens-too-many": "a sample ends where the context does",
     "logprobs-21": "up to 100 are reported",
     "temperature-2.5": "any temperature is taken",
     "temperature-0-n2": "a greedy group is a group of equal samples",
     "n-null": "null is the default everywhere",
     "logprobs-true": "a number is wanted",
-    "skip_special_tokens": "the text never has special tokens, and the ids always do",
-    "bad_words": "not supported, and not dropped in silence",
     "guided_regex": "vLLM drops it in silence, and the sample is unconstrained",
     "beam": "not supported, and not dropped in silence",
     "prompt-whole-floats": "an id is an integer",
@@ -92,6 +91,14 @@ def test_answers_are_like_vllms(http, name):
             or ours.content_type != "application/json"
             or short in ("no-body", "content-type")
         )
+
+
+def texts_of(http, tokens):
+    return ask(http.http_address, "POST", "/detokenize", {"tokens": tokens}).body["prompt"]
+
+
+def encoded(http, text):
+    return ask(http.http_address, "POST", "/tokenize", {"prompt": text, "add_special_tokens": False}).body["tokens"]
 
 
 def complete(http, **members):
@@ -174,6 +181,172 @@ def test_versions_and_request_ids(http):
     assert answer.body["choices"][0]["weight_versions"] == [{"version": 0, "start": 0, "end": 3}]
     refused = ask(http.http_address, "POST", "/v1/completions", body | {"if_weight_version": 5})
     assert refused.status == 409 and "version" in refused.body["error"]["message"]
+
+
+def test_special_tokens_are_text_where_they_are_not_skipped(http):
+    start, end = "<|im_start|>", "<|endoftext|>"
+    members = {"prompt": [1, 5], "max_tokens": 3, "allowed_token_ids": [1]}
+
+    def text(**more):
+        whole = complete(http, **members | more).body["choices"][0]
+        parts = [event["choices"][0] for event in events(complete(http, stream=True, **members | more).body)]
+        assert "".join(part["text"] for part in parts) == whole["text"]
+        assert parts[-1]["finish_reason"] == whole["finish_reason"]
+        return whole["text"]
+
+    assert (text(), text(skip_special_tokens=False)) == ("", 3 * start)
+    assert text(skip_special_tokens=False, spaces_between_special_tokens=False) == 3 * start
+    assert text(skip_special_tokens=False, stop="start|><|im") == "<|im_"
+    assert text(stop="start|><|im") == "", "skipped text stops nothing"
+    ends = {"allowed_token_ids": [0], "skip_special_tokens": False}
+    assert (text(**ends), text(**ends, include_stop_str_in_output=True)) == ("", end)
+    word = complete(http, prompt=[1, 5], max_tokens=1, allowed_token_ids=[70]).body["choices"][0]["text"]
+    stops = {"allowed_token_ids": [70], "stop_token_ids": [70]}
+    assert (text(**stops), text(**stops, include_stop_str_in_output=True)) == ("", word)
+    assert text(echo=True, max_tokens=0).startswith(start)
+    given = f"a {start}b "
+    assert text(prompt=given, echo=True, max_tokens=0) == given
+    sampling = SamplingParams(max_tokens=3, allowed_token_ids=[1], skip_special_tokens=False)
+    assert http.client.generate([[1, 5]], sampling=sampling)[0].samples[0].text == 3 * start
+
+
+def test_bad_words_are_not_generated(http):
+    texts = {token: texts_of(http, [token]) for token in range(3, 300)}
+    words = [t for t, text in texts.items() if text.isalpha() and encoded(http, text) == [t]]
+    first, second = next(
+        (a, b) for a in words for b in words if a != b and encoded(http, texts[a] + texts[b]) == [a, b]
+    )
+    members = {"prompt": [3, 1], "max_tokens": 16, "n": 8, "seed": 5, "return_token_ids": True}
+    members |= {"allowed_token_ids": [first, second], "temperature": 5}
+
+    def made(**more):
+        choices = complete(http, **members, **more).body["choices"]
+        stream = events(complete(http, stream=True, **members, **more).body)
+        for choice in choices:
+            parts = [e["choices"][0] for e in stream if e["choices"][0]["index"] == choice["index"]]
+            assert [token for part in parts for token in part["token_ids"]] == choice["token_ids"]
+        return [choice["token_ids"] for choice in choices]
+
+    def pairs(samples):
+        return {pair for sample in samples for pair in itertools.pairwise(sample)}
+
+    assert (first, second) in pairs(made())
+    two = made(bad_words=[texts[first] + texts[second]])
+    assert (first, second) not in pairs(two) and {first, second} == {token for sample in two for token in sample}
+    sampling = SamplingParams(
+        max_tokens=16,
+        seed=5,
+        temperature=5,
+        allowed_token_ids=[first, second],
+        bad_words=[texts[first] + texts[second]],
+    )
+    (group,) = http.client.generate([[3, 1]], n=8, sampling=sampling)
+    assert [sample.token_ids for sample in group.samples] == two
+    assert {token for sample in made(bad_words=[texts[second]]) for token in sample} == {first}
+    reported = {"bad_words": [texts[second]], "logprobs": 0}
+    processed = complete(http, **members, **reported).body["choices"][0]["logprobs"]["token_logprobs"]
+    raw = complete(http, **members, **reported, logprobs_mode="raw").body["choices"][0]["logprobs"]["token_logprobs"]
+    assert set(processed) == {0.0} and max(raw) < 0, "the model's own distribution does not change"
+    for wrong in ([texts[first], texts[second]], ["a", " "], [texts[first]] * 129):
+        answer = ask(http.http_address, "POST", "/v1/completions", members | {"bad_words": wrong})
+        assert answer.status == 400 and answer.body["error"]["param"].startswith("bad_words"), answer.body
+
+
+def test_log_probabilities_of_named_tokens(http):
+    """They are those that the tokens are scored with, on all routes and over gRPC."""
+    prompt, named = [3, 1, 4, 1, 5], [9, 200, 7]
+    scores = [http.client.score([[*prompt, token]])[0].raw_logprobs[-1] for token in named]
+    members = {"max_tokens": 1, "temperature": 0, "logprob_token_ids": named, "logprobs_mode": "raw"}
+    by_id = {"return_tokens_as_token_ids": True, **members}
+    of = complete(http, prompt=prompt, logprobs=0, **by_id).body["choices"][0]["logprobs"]
+    sampled = of["tokens"][0]
+    expected = {sampled: of["token_logprobs"][0]} | {f"token_id:{t}": s for t, s in zip(named, scores, strict=True)}
+    found = of["top_logprobs"][0]
+    assert np.float32([found[name] for name in expected]).tobytes() == np.float32([*expected.values()]).tobytes()
+    assert list(of["top_logprobs"][0]) == [sampled, *(f"token_id:{token}" for token in named)]
+    body = {"token_ids": prompt, "sampling_params": {"logprobs": 0, **members}}
+    (entry,) = ask(http.http_address, "POST", "/inference/v1/generate", body).body["choices"][0]["logprobs"]["content"]
+    assert [f"token_id:{top['token_id']}" for top in entry["top_logprobs"]] == list(expected)
+    values = [top["logprob"] for top in entry["top_logprobs"][1:]]
+    assert np.float32(values).tobytes() == np.float32(scores).tobytes()
+    chat = {"messages": [{"role": "user", "content": "Hi"}], "logprobs": True, **by_id}
+    answer = ask(http.http_address, "POST", "/v1/chat/completions", chat)
+    (entry,) = answer.body["choices"][0]["logprobs"]["content"]
+    assert [top["token"] for top in entry["top_logprobs"]] == [entry["token"], *(f"token_id:{t}" for t in named)]
+    sampling = SamplingParams(max_tokens=1, temperature=0)
+    (group,) = http.client.generate([prompt], sampling=sampling, logprob_token_ids=named)
+    (top,) = group.samples[0].top_logprobs
+    assert list(top.items()) == list(zip(named, scores, strict=True))
+    for wrong in ({}, {"logprobs": 1, "echo": True}, {"logprobs": 1, "logprob_token_ids": [512]}):
+        answer = ask(http.http_address, "POST", "/v1/completions", {"prompt": prompt, **members, **wrong})
+        assert answer.status == 400 and answer.body["error"]["param"].startswith("logprob_token_ids"), answer.body
+
+
+@pytest.mark.parametrize("member", ["logprobs", "prompt_logprobs"])
+def test_all_logprobs_are_more_than_the_limit(http, member):
+    answer = ask(http.http_address, "POST", "/v1/completions", {"prompt": [1, 2], "max_tokens": 1, member: -1})
+    assert (answer.status, answer.body["error"]["param"]) == (400, member)
+    assert answer.body["error"]["message"].endswith("-1, all 512 tokens, is more than 100; ask for fewer")
+
+
+def test_prompts_are_cut_at_either_side(http):
+    text = "The capital of France is the city of Paris, of course. " * 100
+    tokens = encoded(http, text)
+    context = ask(http.http_address, "POST", "/tokenize", {"prompt": "a"}).body["max_model_len"]
+    assert len(tokens) > context, "it would be refused whole"
+
+    def kept(path="/v1/completions", **members):
+        body = {"max_tokens": 3, "return_token_ids": True, "add_special_tokens": False, **members}
+        answer = ask(http.http_address, "POST", path, body)
+        assert answer.status == 200, answer.body
+        return answer.body.get("prompt_token_ids") or answer.body["choices"][0]["prompt_token_ids"]
+
+    for prompt in (text, tokens):
+        assert kept(prompt=prompt, truncate_prompt_tokens=5) == tokens[-5:]
+        assert kept(prompt=prompt, truncate_prompt_tokens=5, truncation_side="left") == tokens[-5:]
+        assert kept(prompt=prompt, truncate_prompt_tokens=5, truncation_side="right") == tokens[:5]
+        assert kept(prompt=prompt, truncate_prompt_tokens=-1) == tokens[3 - context :]
+    messages = [{"role": "user", "content": text}]
+    whole = ask(http.http_address, "POST", "/tokenize", {"messages": messages}).body["tokens"]
+    assert kept("/v1/chat/completions", messages=messages, truncate_prompt_tokens=7) == whole[-7:]
+    assert kept(prompt="a", truncation_side="right") == encoded(http, "a"), "without a number it has no effect"
+
+
+def usages(http, path="/v1/completions", **members):
+    """Whether each event of a stream has usage figures."""
+    body = {"prompt": [1, 2], "max_tokens": 2, "ignore_eos": True, "stream": True, **members}
+    answer = ask(http.http_address, "POST", path, body)
+    assert answer.status == 200, answer.body
+    return [event.get("usage") is not None for event in events(answer.body)]
+
+
+def test_usage_in_streams(http):
+    assert complete(http, prompt=[1, 2], max_tokens=1).body["metrics"] is None
+    continuous = {"include_usage": True, "continuous_usage_stats": True}
+    assert usages(http) == [False, False]
+    assert usages(http, stream_options={"include_usage": True}) == [False, False, True]
+    assert usages(http, stream_options=continuous) == [True, True, True]
+    assert usages(http, stream_options={"include_usage": None, "continuous_usage_stats": True}) == [False, False]
+
+
+def test_usage_and_times_in_all_answers(binary):
+    flags = [*SMALL_CACHE, "--mem-util", "0.2", "--enable-force-include-usage", "--enable-per-request-metrics"]
+    with ServerProcess(binary, FIXTURES / MODEL, flags) as server:
+        assert usages(server) == [True, True, True]
+        assert usages(server, stream_options={"include_usage": False}) == [True, True, True]
+        tokens = {"token_ids": [1, 2], "sampling_params": {"max_tokens": 2, "ignore_eos": True}}
+        assert usages(server, "/inference/v1/generate", **tokens) == [False, False]
+        body = {"prompt": [1, 2], "max_tokens": 4, "ignore_eos": True}
+        times = complete(server, **body).body["metrics"]
+        assert times["queue_time_ms"] >= 0 and times["time_to_first_token_ms"] > 0
+        assert times["mean_itl_ms"] == pytest.approx(times["generation_time_ms"] / 3)
+        assert times["tokens_per_second"] > 0 and times["speculative_decoding"] is None
+        streamed = events(complete(server, stream=True, **body).body)
+        assert list(streamed[-1]["metrics"]) == list(times) and "metrics" not in streamed[0]
+        chat = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 1}
+        times = ask(server.http_address, "POST", "/v1/chat/completions", chat).body["metrics"]
+        assert times["mean_itl_ms"] is None and times["generation_time_ms"] == 0
+        assert complete(server, n=2, **body).body["metrics"] is None, "whose would they be?"
 
 
 def test_the_readmes_curl_command(http):

@@ -226,9 +226,10 @@ def test_nothing_is_dropped_in_silence(served):
     ({"token_ids": [1.5]}, "token_ids[0]"), ({"token_ids": [-1]}, "token_ids[0]"), ({"token_ids": None}, "token_ids"),
     ({"sampling_params": None}, "sampling_params"), ({"sampling_params": []}, "sampling_params"),
     ({"sampling_params": {"temperature": -1}}, "temperature"),
+    ({"sampling_params": {"truncate_prompt_tokens": 3}}, "sampling_params.truncate_prompt_tokens"),
     ({"sampling_params": {"max_tokens": 0}}, "max_tokens"),
     ({"sampling_params": {"max_tokens": -1}}, "sampling_params.max_tokens"),
-    ({"sampling_params": {"logprobs": 101}}, "top_logprobs"), ({"sampling_params": {"n": 0}}, "n"),
+    ({"sampling_params": {"logprobs": 101}}, "sampling_params.logprobs"), ({"sampling_params": {"n": 0}}, "n"),
     ({"stream": True, "sampling_params": {"prompt_logprobs": 1}}, "prompt_logprobs"),
     ({"stream_options": {"include_usage": True}}, "stream_options"), ({"request_id": "x" * 300}, "request_id"),
 ])  # fmt: skip

@@ -45,6 +45,8 @@ def test_generate_sends_every_argument(call, echo):
         stop=["\n\n", "stop"],
         ignore_eos=True,
         seed=2**64 - 1,
+        skip_special_tokens=False,
+        bad_words=["no", " no"],
     )
     chat = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi"}]
     out = call(
@@ -54,6 +56,7 @@ def test_generate_sends_every_argument(call, echo):
             sampling=sampling,
             top_logprobs=5,
             top_logprobs_of="processed",
+            logprob_token_ids=[9, 3],
             prompt_logprobs=True,
             return_text=False,
             request_id="mine",
@@ -90,9 +93,12 @@ def test_generate_sends_every_argument(call, echo):
                 "stop": ["\n\n", "stop"],
                 "ignore_eos": True,
                 "seed": 2**64 - 1,
+                "skip_special_tokens": False,
+                "bad_words": ["no", " no"],
             },
             top_logprobs=5,
             top_logprobs_of=2,
+            logprob_token_ids=[9, 3],
             prompt_logprobs=True,
             adapter="a",
             if_weight_version=0,

@@ -17,7 +17,7 @@ pub(super) fn answer(logits: &[f32], task: &SamplingTask<'_>) -> TokenLogprobs {
     let processed = |token: u32| if is_broken { f32::NAN } else { probabilities[token as usize].ln() as f32 };
     let possible = |token: u32| probabilities[token as usize] > 0.0;
     let (top, rank) = match task.top_of {
-        _ if task.top_logprobs == 0 => (Vec::new(), 0),
+        _ if !task.lists_tokens() => (Vec::new(), 0),
         Distribution::Raw => ranking(&exact, token, task, |_| true, raw),
         Distribution::Processed => ranking(&edited, token, task, possible, processed),
     };
@@ -35,7 +35,11 @@ fn ranking(
     let order: Vec<u32> = by_rank(logits).into_iter().filter(|other| possible(*other)).collect();
     let is_above = |other: &&u32| !possible(token) || logits[**other as usize] > logits[token as usize];
     let rank = 1 + order.iter().filter(is_above).count() as u32;
-    (order.iter().take(task.top_logprobs as usize).map(|other| (*other, logprob(*other))).collect(), rank)
+    let listed = match task.logprobs_of {
+        [] => &order[..order.len().min(task.top_logprobs as usize)],
+        named => named,
+    };
+    (listed.iter().map(|other| (*other, logprob(*other))).collect(), rank)
 }
 
 /// The probabilities that a task samples from; of a broken row, those of the token that is taken.

@@ -16,12 +16,13 @@ const PLAIN: SamplingTask<'static> = SamplingTask {
     logit_bias: &[],
     allowed: None,
     mask: None,
-    banned: [&[], &[]],
+    banned: [&[], &[], &[]],
     history: None,
     seed: 0,
     output_index: 0,
     target: None,
     top_logprobs: 0,
+    logprobs_of: &[],
     top_of: Distribution::Raw,
 };
 
@@ -107,6 +108,7 @@ fn check(seed: u64, rows: usize, vocab: usize) {
         match random.below(20) {
             0 => task.logit_bias = &[(1, 1.5)],
             1 => task.top_logprobs = 4,
+            2 => task.logprobs_of = &[1, 0],
             _ => {}
         }
     }

@@ -20,8 +20,9 @@ fn text_len(text: &str, stop: &[&str]) -> Option<usize> {
 fn stream(tokenizer: &Arc<Tokenizer>, text: &str, stop: &[&str]) -> (String, FinishedText) {
     let whole = &text[..text_len(text, stop).unwrap_or(text.len())];
     let stop_strings: Vec<String> = stop.iter().map(ToString::to_string).collect();
-    let mut sample = SampleText::new(tokenizer, &stop_strings, true);
-    let mut searched = SampleText::new(tokenizer, &stop_strings, false);
+    let params = SamplingParams { stop_strings, ..SamplingParams::default() };
+    let mut sample = SampleText::new(tokenizer, &params, true);
+    let mut searched = SampleText::new(tokenizer, &params, false);
     let (mut pieces, mut stopped) = (String::new(), false);
     for token in tokenizer.encode(text, false).expect("encodes") {
         stopped = sample.push(token);
@@ -77,7 +78,7 @@ fn random_texts_and_stop_strings_agree_with_a_search_of_the_whole() {
 fn special_tokens_are_not_text() {
     let (pieces, finished) = {
         let tokenizer = tokenizer();
-        let mut sample = SampleText::new(&tokenizer, &[], true);
+        let mut sample = SampleText::new(&tokenizer, &SamplingParams::default(), true);
         let tokens = tokenizer.encode("Hi<|im_end|>", false).expect("encodes");
         assert_eq!(tokens.last(), Some(&2));
         tokens.into_iter().for_each(|token| assert!(!sample.push(token)));
@@ -89,9 +90,21 @@ fn special_tokens_are_not_text() {
 }
 
 #[test]
+fn special_tokens_are_text_where_they_are_not_skipped() {
+    let tokenizer = tokenizer();
+    let (stop_strings, skip_special_tokens) = (vec!["|im_end|>!".into()], false);
+    let params = SamplingParams { stop_strings, skip_special_tokens, ..SamplingParams::default() };
+    let mut sample = SampleText::new(&tokenizer, &params, true);
+    let tokens = tokenizer.encode("Hi<|im_start|><|im_end|>!", false).expect("encodes");
+    let stopped: Vec<bool> = tokens.into_iter().map(|token| sample.push(token)).collect();
+    assert_eq!(stopped.iter().position(|&stopped| stopped), Some(stopped.len() - 1));
+    assert_eq!(sample.finish(true).expect("the text is returned").whole, "Hi<|im_start|><");
+}
+
+#[test]
 fn a_character_that_is_cut_off_becomes_the_replacement_character_at_the_end() {
     let tokenizer = tokenizer();
-    let mut sample = SampleText::new(&tokenizer, &[], true);
+    let mut sample = SampleText::new(&tokenizer, &SamplingParams::default(), true);
     let tokens = tokenizer.encode("a𝄞", false).expect("encodes");
     assert!(tokens.len() > 2, "the fixture has no token for this character");
     tokens[..tokens.len() - 1].iter().for_each(|&token| assert!(!sample.push(token)));

@@ -330,6 +330,7 @@ pub fn sequence(number: usize, tokens: &[u32], adapter: Option<u64>) -> PlanSequ
         target: Some(tokens[(offset + 1) % tokens.len()]),
         history: None,
         mask: None,
+        bad: Vec::new(),
     };
     PlanSequence {
         start: 0,

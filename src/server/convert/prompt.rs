@@ -67,7 +67,16 @@ fn encoded(
 }
 
 fn prompt(path: &str, prompt: pb::Prompt, model: &ModelFacts, charge: &mut Charge) -> Result<Prompt> {
-    let (path, ids) = encoded(path, prompt, model, model.max_model_len, charge)?;
+    let (kept, keep_first) = (prompt.keep_tokens.map(|kept| kept as usize), prompt.keep_first);
+    // A text that is cut may be longer than the context.
+    let most = if kept.is_some() { usize::MAX } else { model.max_model_len };
+    ensure!(kept != Some(0), format!("{path}.keep_tokens"), "0 tokens; keep at least 1");
+    let (path, mut ids) = encoded(path, prompt, model, most, charge)?;
+    match kept {
+        Some(kept) if keep_first => ids.truncate(kept),
+        Some(kept) => drop(ids.drain(..ids.len().saturating_sub(kept))),
+        None => {}
+    }
     check_tokens(&path, &ids, model)?;
     let (n, most) = (ids.len(), model.max_model_len);
     ensure!(n < most, path, "{n} tokens leave no room for one more in the context of {most}; shorten the prompt");

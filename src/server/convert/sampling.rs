@@ -20,6 +20,13 @@ const MAX_STOP_STRINGS: usize = 64;
 /// Longest stop string in bytes: a stream holds back this much text.
 const MAX_STOP_STRING_BYTES: usize = 1024;
 
+/// Most tokens that a request names for its log-probabilities: vLLM's limit.
+const MAX_LOGPROB_TOKEN_IDS: usize = 128;
+/// Most token sequences that must not be generated: vLLM's limit.
+const MAX_BAD_WORDS: usize = 128;
+/// Longest bad word in bytes: its tokens are compared with the output at every step.
+const MAX_BAD_WORD_BYTES: usize = 1024;
+
 /// The numbers that a parameter may have: a test for them, and their name in errors.
 type Numbers = (fn(f32) -> bool, &'static str);
 const TEMPERATURES: Numbers =
@@ -38,8 +45,12 @@ pub(super) fn for_generate(
     model: &ModelFacts,
 ) -> Result<(PromptSampling, BTreeMap<u32, PromptSampling>)> {
     let (top_logprobs, top_logprobs_of) = (request.top_logprobs, ranked(request.top_logprobs_of)?);
+    let named: Arc<[TokenId]> = std::mem::take(&mut request.logprob_token_ids).into();
+    check_most("logprob_token_ids", named.len(), "tokens", MAX_LOGPROB_TOKEN_IDS, "name fewer")?;
+    check_ids("logprob_token_ids", &named, model)?;
     let sampling = |given: pb::SamplingParams, grammars: &mut Grammars| {
-        let params = SamplingParams { top_logprobs, top_logprobs_of, ..params(&given, model)? };
+        let logprob_token_ids = named.clone();
+        let params = SamplingParams { top_logprobs, logprob_token_ids, top_logprobs_of, ..params(&given, model)? };
         let grammar = given.structured_outputs.map(|outputs| grammars.grammar(outputs, &params, model)).transpose()?;
         Ok(PromptSampling { params: Arc::new(params), grammar, seed: given.seed })
     };
@@ -82,6 +93,8 @@ fn params(p: &pb::SamplingParams, model: &ModelFacts) -> Result<SamplingParams> 
         eos_token_ids: if p.ignore_eos { Vec::new() } else { model.eos_token_ids.clone() },
         stop_token_ids: token_set("stop_token_ids", &p.stop_token_ids, model)?,
         stop_strings: stop_strings(&p.stop, model)?,
+        bad_words: bad_words(&p.bad_words, model)?,
+        skip_special_tokens: p.skip_special_tokens.unwrap_or(default.skip_special_tokens),
         ..distribution(p, model)?
     };
     check_satisfiable(&params, model)?;
@@ -98,6 +111,8 @@ pub(super) fn for_score(p: &pb::SamplingParams, model: &ModelFacts) -> Result<Sa
         ("max_tokens", p.max_tokens.is_some()),
         ("stop_token_ids", !p.stop_token_ids.is_empty()),
         ("stop", !p.stop.is_empty()),
+        ("bad_words", !p.bad_words.is_empty()),
+        ("skip_special_tokens", p.skip_special_tokens.is_some()),
         ("ignore_eos", p.ignore_eos),
         ("seed", p.seed.is_some()),
         ("structured_outputs", p.structured_outputs.is_some()),
@@ -171,17 +186,43 @@ fn stop_strings(stop: &[String], model: &ModelFacts) -> Result<Vec<String>> {
     Ok(stop.to_vec())
 }
 
-/// Checks that a token remains that may be sampled before `min_tokens`, when the tokens that end a sample are banned.
-fn check_satisfiable(params: &SamplingParams, model: &ModelFacts) -> Result<()> {
-    if params.min_tokens == 0 {
-        return Ok(());
+/// The tokens of the words, by vLLM's rules: each as it is without white space in front, and with a space in front if
+/// that makes another first token and not one more.
+fn bad_words(words: &[String], model: &ModelFacts) -> Result<Vec<Vec<TokenId>>> {
+    const FIELD: &str = "sampling.bad_words";
+    const ADVICE: &str = "give fewer";
+    if words.is_empty() {
+        return Ok(Vec::new());
     }
+    let tokenizer = &encoder(FIELD, model, "use logit_bias")?.tokenizer;
+    check_most(FIELD, words.len(), "words", MAX_BAD_WORDS, ADVICE)?;
+    let mut bad_words: Vec<Vec<TokenId>> = Vec::new();
+    for (i, word) in words.iter().enumerate() {
+        let path = format!("{FIELD}[{i}]");
+        check_length(&path, word, MAX_BAD_WORD_BYTES)?;
+        let word = word.trim_start();
+        let plain = tokenizer.encode(word, false)?;
+        ensure!(!plain.is_empty(), path, "{word:?} has no tokens; leave it out");
+        let spaced = tokenizer.encode(&format!(" {word}"), false)?;
+        let is_other = spaced.len() == plain.len() && spaced.first() != plain.first();
+        bad_words.push(plain);
+        bad_words.extend(is_other.then_some(spaced));
+    }
+    check_most(FIELD, bad_words.len(), "token sequences", MAX_BAD_WORDS, ADVICE)?;
+    Ok(bad_words)
+}
+
+/// Checks that a token remains that may be sampled, also before `min_tokens`, when those that end a sample are banned.
+fn check_satisfiable(params: &SamplingParams, model: &ModelFacts) -> Result<()> {
     let ends =
         |t: &TokenId| params.eos_token_ids.binary_search(t).is_ok() || params.stop_token_ids.binary_search(t).is_ok();
+    let bad = params.bad_after(&[], &[]);
+    let is_banned = |t: &TokenId| params.min_tokens > 0 && ends(t) || bad.contains(t);
     let (field, possible) = match &params.allowed_tokens {
-        Some(allowed) => ("sampling.allowed_token_ids", !allowed.iter().all(ends)),
-        None => ("sampling.stop_token_ids", !(0..model.vocab_size as TokenId).all(|t| ends(&t))),
+        Some(allowed) => ("sampling.allowed_token_ids", !allowed.iter().all(is_banned)),
+        None => ("sampling.stop_token_ids", !(0..model.vocab_size as TokenId).all(|t| is_banned(&t))),
     };
+    ensure!(possible || bad.is_empty(), "sampling.bad_words", "they leave no token that may be sampled; give fewer");
     let least = params.min_tokens;
     ensure!(possible, field, "every token ends the sample, but min_tokens is {least}; no token is possible");
     Ok(())

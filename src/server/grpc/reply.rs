@@ -18,7 +18,7 @@ pub(super) struct GenerateWriter {
     request_id: String,
     /// The prompts that have not been sent back, by their index.
     prompts: Vec<Option<Prompt>>,
-    /// Whether the request has `top_logprobs`.
+    /// Whether the request has `top_logprobs` or `logprob_token_ids`.
     top: bool,
 }
 
@@ -27,7 +27,7 @@ impl GenerateWriter {
         Self {
             request_id: request.request_id.clone(),
             prompts: request.prompts.iter().cloned().map(Some).collect(),
-            top: request.params.top_logprobs > 0,
+            top: request.params.top_logprobs > 0 || !request.params.logprob_token_ids.is_empty(),
         }
     }
 
@@ -65,7 +65,7 @@ impl GenerateWriter {
         })
     }
 
-    /// A list beside the log-probabilities: empty unless the request has `top_logprobs`.
+    /// A list beside the log-probabilities, if the request asks for one.
     fn if_top<T>(&self, list: impl FnOnce() -> Vec<T>) -> Vec<T> {
         if self.top { list() } else { Vec::new() }
     }

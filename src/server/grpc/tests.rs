@@ -34,6 +34,8 @@ pub(super) fn open() -> (StageSetter, ServerState, Receiver<Command>) {
         sources: Arc::default(),
         update_idle: Duration::from_secs(3600),
         trainers: Trainers::default(),
+        forces_usage: false,
+        reports_times: false,
     })));
     (stage, server, commands)
 }

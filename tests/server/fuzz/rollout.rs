@@ -70,7 +70,8 @@ fn prompt(dice: &mut Dice) -> pb::Prompt {
         _ => Some(Kind::Tokens(tokens(dice, 40))),
     };
     let sampling = if dice.one_in(6) { Some(Box::new(sampling::params(dice))) } else { None };
-    pb::Prompt { kind, add_special_tokens: dice.maybe(Dice::coin), sampling }
+    let keep_tokens = if dice.one_in(4) { Some(dice.between(1, 9)) } else { None };
+    pb::Prompt { kind, add_special_tokens: dice.maybe(Dice::coin), sampling, keep_tokens, keep_first: dice.coin() }
 }
 
 fn prompts(dice: &mut Dice) -> Vec<pb::Prompt> {
@@ -96,6 +97,7 @@ fn generate_request(dice: &mut Dice) -> pb::GenerateRequest {
         if_weight_version: if dice.one_in(8) { dice.maybe(Dice::u64) } else { None },
         min_weight_version: if dice.one_in(8) { dice.maybe(Dice::u64) } else { None },
         time_limit_seconds: if dice.one_in(8) { Some(time_limit(dice)) } else { None },
+        logprob_token_ids: if dice.one_in(4) { tokens(dice, 9).ids } else { Vec::new() },
         top_logprobs_of: if dice.is_hostile() { dice.below(5) as i32 - 1 } else { dice.below(3) as i32 },
     }
 }

@@ -91,6 +91,8 @@ pub fn params(dice: &mut Dice) -> pb::SamplingParams {
         stop: stop_strings(dice),
         ignore_eos: dice.coin(),
         seed: dice.maybe(Dice::u64),
+        skip_special_tokens: dice.maybe(Dice::coin),
+        bad_words: if dice.one_in(4) { stop_strings(dice) } else { Vec::new() },
         structured_outputs: if dice.one_in(4) { Some(structured(dice)) } else { None },
         ..distribution(dice)
     }

@@ -63,7 +63,18 @@ pub fn context(engine: EngineHandle) -> ServingContext {
     let traffic = Traffic::new(1 << 30);
     let update_idle = Duration::from_secs(3600);
     let (model, sources, trainers) = (Arc::new(model), Arc::default(), Trainers::default());
-    ServingContext { model, info, engine, traffic, parameters, sources, update_idle, trainers }
+    ServingContext {
+        model,
+        info,
+        engine,
+        traffic,
+        parameters,
+        sources,
+        update_idle,
+        trainers,
+        forces_usage: false,
+        reports_times: false,
+    }
 }
 
 /// Starts a server whose command queue holds `queue` commands.
@@ -172,7 +183,7 @@ pub fn completion_event(sample_index: u32, ids: &[u32], finish_reason: FinishRea
 }
 
 pub fn done() -> Event {
-    Event::Done(Summary { prompt_tokens: 3, cached_tokens: 0, completion_tokens: 2, seconds: 0.1 })
+    Event::Done(Summary { prompt_tokens: 3, cached_tokens: 0, completion_tokens: 2, seconds: 0.1, times: None })
 }
 
 /// The next message of a stream, but for the prompts that are sent back; None at its end.

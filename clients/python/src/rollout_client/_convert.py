@@ -88,6 +88,7 @@ def generate_request(
     if distribution not in _DISTRIBUTIONS:
         raise InvalidArgument(f"top_logprobs_of: {distribution!r} is neither 'raw' nor 'processed'")
     request.top_logprobs_of = _DISTRIBUTIONS[distribution]
+    extend(request.logprob_token_ids, options.get("logprob_token_ids", ()), "logprob_token_ids")
     _set_request_options(request, options)
     return request
 
@@ -214,6 +215,7 @@ _GENERATION_FIELDS = (
     "min_tokens",
     "max_tokens",
     "ignore_eos",
+    "skip_special_tokens",
 )
 
 
@@ -273,6 +275,9 @@ def _sampling(params: SamplingParams, path: str, scoring: bool = False) -> Any:
     if isinstance(params.stop, str):
         raise InvalidArgument(f"{path}.stop: expected a list of strings, got a single string; put it in a list")
     extend(message.stop, params.stop, f"{path}.stop")
+    if isinstance(params.bad_words, str):
+        raise InvalidArgument(f"{path}.bad_words: expected a list of strings, got a single string; put it in a list")
+    extend(message.bad_words, params.bad_words, f"{path}.bad_words")
     if not isinstance(params.logit_bias, Mapping):
         given = type(params.logit_bias).__name__
         raise InvalidArgument(f"{path}.logit_bias: expected a dict of token ids and numbers, got {given}")

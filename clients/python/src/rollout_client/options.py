@@ -7,7 +7,7 @@ Unpack[GenerateOptions]`, or keep them in a dict of that type.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal, TypedDict
 
 from ._progress import ProgressArgument, SampleProgressArgument
@@ -44,6 +44,9 @@ class SampleOptions(RequestOptions, total=False):
 
     prompt_logprobs: bool
     """Also return the log-probabilities of the prompts' tokens; default False."""
+    logprob_token_ids: Sequence[int]
+    """Return the log-probabilities of these tokens, at most 128, in the samples' `top_logprobs` and in this order,
+    instead of the most likely ones; default ()."""
     top_logprobs_of: Literal["raw", "processed"]
     """The distribution of the samples' `top_logprobs` and `ranks`: `"raw"`, the default, is the model's own, and
     `"processed"` the one that tokens are sampled from. For prompts it is always `"raw"`."""

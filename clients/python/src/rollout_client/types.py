@@ -60,8 +60,7 @@ class FinishReason(str, Enum):
     """No token may follow: the text is complete for `structured_outputs` and no end token can be sampled (`ignore_eos`,
     `min_tokens`, a model without one), or other parameters exclude every token that the grammar allows."""
     ABORTED = "aborted"
-    """Ended by `abort`, by the call's timeout, by a push, pause or sleep with `"abort"`, or by the server's shutdown.
-    The tokens so far are valid; a sample that had not started has none."""
+    """Ended by `abort`, a timeout, a push, pause or sleep with `"abort"`, or a shutdown. Its tokens are valid."""
 
     def __str__(self) -> str:
         """The plain value, e.g. `length`."""
@@ -116,11 +115,14 @@ class SamplingParams:
     ignore_eos: bool = False
     """Do not end samples at the model's end-of-sequence tokens."""
     seed: int | None = None
-    """Each sample's seed is derived from this one and from the indices of its prompt and sample, so equal prompts of a
-    request get different samples; the first sample of the first prompt uses it unchanged. None lets the server choose.
-    `SamplingInput` explains seeds in a list of parameters."""
+    """Each sample's seed is derived from this one and the indices of its prompt and sample; the first sample of the
+    first prompt uses it unchanged. None lets the server choose. `SamplingInput` explains seeds in a list."""
     structured_outputs: StructuredOutputs | None = None
     """A constraint on the text; None allows any text."""
+    skip_special_tokens: bool = True
+    """Whether texts leave out special tokens; `stop` is searched for in the text as it is returned."""
+    bad_words: Sequence[str] = ()
+    """Texts that are not generated: the last token of a text is not sampled where the output ends with its others."""
 
 
 SamplingInput = SamplingParams | Sequence[SamplingParams] | None
@@ -170,8 +172,7 @@ class Sample:
     top_logprobs: list[TopLogprobs]
     """`[T]` if `top_logprobs` was requested, else empty. Raw, or processed with `top_logprobs_of="processed"`."""
     ranks: list[int]
-    """`[T]` if `top_logprobs` was requested, else empty: 1 + the number of more likely tokens, in the distribution of
-    `top_logprobs`."""
+    """`[T]` if `top_logprobs` was requested, else empty: 1 + the number of more likely tokens in its distribution."""
 
 
 @dataclass(frozen=True)
@@ -298,8 +299,7 @@ class ServerInfo:
     device_uuids: list[str]
     """UUIDs of the GPUs that the server computes on, whose memory pushes may share; empty on the CPU."""
     batch_invariant: bool
-    """Whether a request's results have the same bits in every batch: false with `--attention flash`, and with
-    `--all-reduce nccl` on several ranks."""
+    """Whether results have the same bits in every batch: false with `--attention flash` and `--all-reduce nccl`."""
 
 
 class Lifecycle(str, Enum):

@@ -143,8 +143,8 @@ def test_arguments_of_trl_become_sampling_params(caplog):
     assert sampling_params({"top_k": 7}).top_k == 7
     assert sampling_params({}, "b", {"structured_outputs": {"regex": "a"}}).structured_outputs == {"regex": "b"}
     assert "takes precedence" in caplog.text
-    with pytest.raises(ValueError, match="unknown sampling parameter 'bad_words'; the server has temperature"):
-        sampling_params({}, None, {"bad_words": ["no"]})
+    with pytest.raises(ValueError, match="unknown sampling parameter 'best_of'; the server has temperature"):
+        sampling_params({}, None, {"best_of": 2})
 
 
 def test_what_is_not_served_is_refused(server):

@@ -140,11 +140,14 @@ impl Raw<'_> {
 
     /// The most likely tokens of the raw distribution, and the rank of `token` in it, if the task asks for them.
     fn ranking(&self, token: u32, task: &SamplingTask<'_>, selection: &mut filter::Selection) -> Ranking {
-        if task.top_logprobs == 0 {
+        if !task.lists_tokens() {
             return Ranking::default();
         }
-        let top = filter::most_likely(self.isa, &self.row, task.top_logprobs as usize, f32::NEG_INFINITY, selection);
         let rank = 1 + filter::above(&self.row, self.row.logits[token as usize]);
+        if !task.logprobs_of.is_empty() {
+            return Ranking { top: named(task, |token| self.logprob(token)), rank };
+        }
+        let top = filter::most_likely(self.isa, &self.row, task.top_logprobs as usize, f32::NEG_INFINITY, selection);
         Ranking { top: top.iter().map(|c| (c.id, self.logprob(c.id))).collect(), rank }
     }
 }
@@ -211,9 +214,13 @@ fn choose(raw: &Raw, task: &SamplingTask<'_>, work: &mut TaskScratch) -> ChosenT
         }
     };
     let ranking = asks_for_processed(task).then(|| {
-        let least = bound.logit.max(f32::MIN);
-        let top = filter::most_likely(isa, &row, task.top_logprobs as usize, least, selection);
-        let top = top.iter().filter(|c| bound.keeps(c.logit, c.id)).map(|c| (c.id, logprob(c.id))).collect();
+        let top = if task.logprobs_of.is_empty() {
+            let least = bound.logit.max(f32::MIN);
+            let top = filter::most_likely(isa, &row, task.top_logprobs as usize, least, selection);
+            top.iter().filter(|c| bound.keeps(c.logit, c.id)).map(|c| (c.id, logprob(c.id))).collect()
+        } else {
+            named(task, logprob)
+        };
         // All tokens above one that is kept are kept; above another one are those that are kept.
         let logit = row.logits[token as usize];
         let above = match bound.keeps(logit, token) {
@@ -230,9 +237,17 @@ fn choose(raw: &Raw, task: &SamplingTask<'_>, work: &mut TaskScratch) -> ChosenT
 fn greedy(choice: u32, task: &SamplingTask<'_>, broken: bool) -> ChosenToken {
     let token = task.target.unwrap_or(choice);
     let processed = certain_logprob(token == choice, broken);
-    let top = || vec![(choice, certain_logprob(true, broken))];
+    let top = || match task.logprobs_of {
+        [] => vec![(choice, certain_logprob(true, broken))],
+        _ => named(task, |token| certain_logprob(token == choice, broken)),
+    };
     let ranking = || Ranking { top: top(), rank: 1 + u32::from(token != choice) };
     ChosenToken { token, processed, ranking: asks_for_processed(task).then(ranking) }
+}
+
+/// The tokens that the task names, with their log-probabilities.
+fn named(task: &SamplingTask<'_>, logprob: impl Fn(u32) -> f32) -> Vec<(u32, f32)> {
+    task.logprobs_of.iter().map(|&token| (token, logprob(token))).collect()
 }
 
 /// The processed log-probability where one token is certain, of that one or of another.
@@ -245,7 +260,7 @@ pub(crate) fn certain_logprob(is_certain: bool, broken: bool) -> f32 {
 }
 
 fn asks_for_processed(task: &SamplingTask<'_>) -> bool {
-    task.top_logprobs > 0 && task.top_of == Distribution::Processed
+    task.lists_tokens() && task.top_of == Distribution::Processed
 }
 
 /// The token with the highest logit, ties to the lowest id. If all logits are `-inf` it is the lowest that is allowed.

@@ -54,7 +54,7 @@ pub(in crate::cuda) struct TaskBatch {
 impl TaskBatch {
     /// Whether the device answers a task on a row of `vocab` logits.
     pub fn take(task: &SamplingTask<'_>, vocab: usize) -> bool {
-        !task.edits() && task.top_logprobs == 0 && vocab.div_ceil(VOCAB_BLOCK) <= MAX_BLOCKS
+        !task.edits() && !task.lists_tokens() && vocab.div_ceil(VOCAB_BLOCK) <= MAX_BLOCKS
     }
 
     /// One question to each of `rows` rows; those behind the tasks' get the last one's. `None` if the device does not

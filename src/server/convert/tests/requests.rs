@@ -131,6 +131,8 @@ fn wrong_ends_are_refused() {
         sampling(r).min_tokens = Some(5);
     });
     check("sampling.min_tokens", "17 is more than max_tokens 16", |r| sampling(r).min_tokens = Some(17));
+    check("logprob_token_ids", "129 tokens are more than 128", |r| r.logprob_token_ids = vec![0; 129]);
+    check("logprob_token_ids[1]", "100 is not below", |r| r.logprob_token_ids = vec![1, 100]);
     check("sampling.stop_token_ids[1]", "100 is not below", |r| sampling(r).stop_token_ids = vec![1, 100]);
     check("sampling.allowed_token_ids[0]", "100 is not below", |r| sampling(r).allowed_token_ids = vec![100]);
     check("sampling.stop", "no tokenizer", |r| sampling(r).stop = vec!["x".into()]);
@@ -181,8 +183,11 @@ fn every_field_arrives() {
             ignore_eos: true,
             seed: Some(u64::MAX),
             structured_outputs: None,
+            skip_special_tokens: Some(false),
+            bad_words: Vec::new(),
         }),
         top_logprobs: 100,
+        logprob_token_ids: vec![5, 3],
         top_logprobs_of: pb::Distribution::Processed.into(),
         prompt_logprobs: true,
         stream_tokens: true,
@@ -206,7 +211,10 @@ fn every_field_arrives() {
         eos_token_ids: Vec::new(),
         stop_token_ids: vec![6, 8],
         stop_strings: Vec::new(),
+        bad_words: Vec::new(),
+        skip_special_tokens: false,
         top_logprobs: 100,
+        logprob_token_ids: [5, 3].into(),
         top_logprobs_of: Distribution::Processed,
     };
     assert_eq!(*valid.params, params);
@@ -348,6 +356,8 @@ fn score_refuses_what_only_sampling_uses() {
     check("stop_token_ids", |p| p.stop_token_ids = vec![1]);
     check("stop", |p| p.stop = vec!["x".into()]);
     check("ignore_eos", |p| p.ignore_eos = true);
+    check("bad_words", |p| p.bad_words = vec!["x".into()]);
+    check("skip_special_tokens", |p| p.skip_special_tokens = Some(true));
     check("seed", |p| p.seed = Some(1));
 }
 
@@ -359,4 +369,22 @@ fn abort_names_requests_or_all() {
     assert_eq!(abort(request(false, ids())).expect("valid"), AbortTarget::Requests(ids()));
     assert_eq!(refusal(abort(request(true, ids()))).0, "all");
     assert_eq!(refusal(abort(request(false, Vec::new()))).0, "request_ids");
+}
+
+#[test]
+fn a_prompt_is_cut_at_either_end() {
+    let cut = |keep_tokens, keep_first| {
+        let prompts = vec![pb::Prompt { keep_tokens, keep_first, ..tokens(&[1, 2, 3, 4, 5, 6, 7, 8, 9]) }];
+        let request = pb::GenerateRequest { prompts, ..Default::default() };
+        generate(request, &model()).map(|valid| valid.prompts[0].tokens.to_vec())
+    };
+    assert_eq!(cut(Some(2), false).expect("valid"), [8, 9]);
+    assert_eq!(cut(Some(2), true).expect("valid"), [1, 2]);
+    assert_eq!(cut(Some(7), false).expect("fits"), [3, 4, 5, 6, 7, 8, 9]);
+    for (kept, field) in
+        [(None, "prompts[0].tokens"), (Some(9), "prompts[0].tokens"), (Some(0), "prompts[0].keep_tokens")]
+    {
+        let error = cut(kept, false).expect_err("refused").to_string();
+        assert!(error.starts_with(&format!("{field}: ")), "{error}");
+    }
 }

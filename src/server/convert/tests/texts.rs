@@ -94,7 +94,7 @@ fn special_tokens_come_with_a_text_and_not_with_a_chat_unless_asked() {
         (chat, Some(false), &without),
         (Kind::Tokens(pb::TokenIds { ids: without.clone() }), Some(true), &without),
     ] {
-        let prompts = vec![pb::Prompt { kind: Some(kind.clone()), add_special_tokens: asked, sampling: None }];
+        let prompts = vec![pb::Prompt { kind: Some(kind.clone()), add_special_tokens: asked, ..Default::default() }];
         let valid = generate(pb::GenerateRequest { prompts, ..Default::default() }, &model).expect("valid");
         assert_eq!(valid.prompts[0].tokens[..], expected[..], "{kind:?}, {asked:?}");
     }

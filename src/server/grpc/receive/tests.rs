@@ -66,6 +66,7 @@ fn random_request(rng: &mut ChaCha8Rng) -> pb::GenerateRequest {
                 kind: Some(kind),
                 add_special_tokens: None,
                 sampling: rng.random::<bool>().then(|| Box::new(sampling.clone())),
+                ..Default::default()
             })
             .collect(),
         sampling: Some(sampling),

@@ -161,7 +161,7 @@ fn prompt_logprobs_start_with_nan() {
 
 #[test]
 fn the_summary_ends_the_reply() {
-    let summary = Summary { prompt_tokens: 3, cached_tokens: 2, completion_tokens: 8, seconds: 0.5 };
+    let summary = Summary { prompt_tokens: 3, cached_tokens: 2, completion_tokens: 8, seconds: 0.5, times: None };
     let mut out = VecDeque::new();
     let ended = GenerateWriter::new(&request(0, false)).write(Event::Done(summary.clone()), &mut out);
     assert_eq!(ended.expect("no error"), Some(summary));

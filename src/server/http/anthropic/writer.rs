@@ -67,7 +67,7 @@ impl MessageWriter {
 
     /// The engine's text of a sample that has ended, with the stop string if the request includes it.
     fn whole(&self, completion: &Completion, text: String) -> String {
-        text + self.options.report.ending(self.options.report.stop_reason(completion).as_ref())
+        text + &self.options.report.ending(completion)
     }
 
     /// Streams the parts that `text` completes.

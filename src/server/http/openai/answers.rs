@@ -3,14 +3,15 @@
 
 use std::collections::VecDeque;
 use std::sync::Arc;
+use std::time::Duration;
 
 use bytes::Bytes;
 use serde::Serialize;
 use utoipa::ToSchema;
 
-use super::logprobs::{ALTERNATIVE, ChatLogprobsWriter, LOGPROB, PromptLogprobs, TokenTexts};
-use super::sampling::{LogprobsMode, Sampling, StreamOptions};
-use crate::engine::{Completion, Summary};
+use super::logprobs::{ALTERNATIVE, ChatLogprobsWriter, LOGPROB, PromptLogprobs, TokenTexts, most_likely};
+use super::sampling::{LogprobsMode, Sampling, UsageEvents};
+use crate::engine::{Completion, SampleTimes, Summary};
 use crate::error::{Error, Result};
 use crate::server::ServingContext;
 use crate::server::http::{FinishedSamples, event, unix_seconds};
@@ -30,18 +31,22 @@ pub(in crate::server::http) struct Report {
     pub(in crate::server::http) created: u64,
     /// Distribution of the log-probabilities.
     pub(in crate::server::http) mode: LogprobsMode,
-    /// How many most likely tokens to report beside each sampled one, if log-probabilities were requested.
+    /// Whether the request names the tokens to report beside each sampled one, instead of the most likely ones.
+    names_tokens: bool,
+    /// How many tokens to report beside each sampled one, if log-probabilities were requested.
     pub(in crate::server::http) logprobs: Option<u32>,
     /// How many most likely tokens to report for each token of the prompt, if at all.
     pub(in crate::server::http) prompt_logprobs: Option<u32>,
     pub(in crate::server::http) is_stream: bool,
-    pub(in crate::server::http) stream_options: StreamOptions,
+    pub(in crate::server::http) usage_events: UsageEvents,
     pub(in crate::server::http) returns_ids: bool,
     pub(super) returns_versions: bool,
+    reports_times: bool,
     /// Writes tokens beside log-probabilities as `token_id:N`.
     writes_ids: bool,
     includes_stop: bool,
     stop: Vec<String>,
+    skips_special: bool,
     tokenizer: Option<Arc<Tokenizer>>,
 }
 
@@ -65,13 +70,17 @@ pub(super) struct VersionSpan {
 
 impl Report {
     /// # Errors
-    /// `InvalidArgument` for an option that a stream cannot have.
+    /// `InvalidArgument` for an option that a stream cannot have, and for too many log-probabilities.
     pub(in crate::server::http) fn new(
         sampling: &Sampling,
         logprobs: Option<u32>,
         context: &ServingContext,
     ) -> Result<Self> {
         let (info, is_stream) = (&context.info, sampling.stream.unwrap_or(false));
+        let named = sampling.logprob_token_ids.as_ref().map_or(0, Vec::len);
+        if named > 0 && logprobs.is_none() {
+            return Err(Error::invalid("logprob_token_ids", "needs logprobs, without which none are reported"));
+        }
         if is_stream && sampling.prompt_logprobs.is_some() {
             return Err(Error::invalid("prompt_logprobs", "are not available in a stream; leave out one of the two"));
         }
@@ -81,15 +90,21 @@ impl Report {
             fingerprint: format!("rollout-server-{}-{}-{}", env!("CARGO_PKG_VERSION"), info.kernel, info.dtype),
             created: unix_seconds(),
             mode: sampling.reported(),
-            logprobs,
-            prompt_logprobs: sampling.prompt_logprobs,
+            names_tokens: named > 0,
+            logprobs: if named > 0 { u32::try_from(named).ok() } else { logprobs },
+            prompt_logprobs: most_likely("prompt_logprobs", sampling.prompt_logprobs, &context.model)?,
             is_stream,
-            stream_options: sampling.stream_options.unwrap_or_default(),
+            usage_events: match context.forces_usage {
+                true => UsageEvents::All,
+                false => UsageEvents::requested(sampling.stream_options.as_ref()),
+            },
             returns_ids: sampling.return_token_ids.unwrap_or(false),
             returns_versions: sampling.return_weight_versions.unwrap_or(false),
+            reports_times: context.reports_times,
             writes_ids: sampling.return_tokens_as_token_ids.unwrap_or(false),
             includes_stop: sampling.include_stop_str_in_output.unwrap_or(false),
             stop: sampling.stop_strings(),
+            skips_special: sampling.skip_special_tokens.unwrap_or(true),
             tokenizer: context.model.encoder.as_ref().map(|encoder| encoder.tokenizer.clone()),
         })
     }
@@ -101,12 +116,20 @@ impl Report {
 
     /// Writes the log-probabilities of one sample of a chat.
     pub(super) fn chat_logprobs_writer(&self) -> ChatLogprobsWriter {
-        ChatLogprobsWriter { names: self.token_texts(), texts: TokenTexts::new(self.tokenizer.as_ref()) }
+        ChatLogprobsWriter {
+            names: self.token_texts(),
+            texts: TokenTexts::new(self.tokenizer.as_ref()),
+            lists_sampled: self.names_tokens,
+        }
     }
 
-    /// The text of `tokens`, without special tokens; empty without a tokenizer.
-    pub(super) fn text(&self, tokens: &[u32]) -> String {
-        self.tokenizer.as_ref().map_or_else(String::new, |tokenizer| tokenizer.decode(tokens, true))
+    /// The text of a prompt's tokens, with special tokens; empty without a tokenizer.
+    pub(super) fn prompt_text(&self, tokens: &[TokenId]) -> String {
+        self.decode(tokens, false)
+    }
+
+    fn decode(&self, tokens: &[TokenId], skip_special: bool) -> String {
+        self.tokenizer.as_ref().map_or_else(String::new, |tokenizer| tokenizer.decode(tokens, skip_special))
     }
 
     /// The stop string or stop token of the request that ended a sample, if one did.
@@ -121,23 +144,31 @@ impl Report {
     /// The stop string that ended a sample. The engine's text ends before it.
     fn stop_string(&self, completion: &Completion) -> Option<String> {
         let tokens: Vec<_> = completion.tokens.iter().map(|token| token.token).collect();
-        let whole = self.text(&tokens);
+        let whole = self.decode(&tokens, self.skips_special);
         let rest = whole.get(completion.text.as_ref()?.len()..)?;
         self.stop.iter().find(|stop| rest.starts_with(stop.as_str())).cloned()
     }
 
-    /// The text that follows the engine's: the stop string, if the request includes it.
-    pub(in crate::server::http) fn ending<'a>(&self, stop: Option<&'a StopReason>) -> &'a str {
-        match stop {
-            Some(StopReason::Text(text)) if self.includes_stop => text,
-            _ => "",
+    /// The text that follows the engine's, if the request includes it: the stop string, or the token that ended the
+    /// sample.
+    pub(in crate::server::http) fn ending(&self, completion: &Completion) -> String {
+        if !self.includes_stop {
+            return String::new();
+        }
+        match (completion.finish_reason, self.stop_reason(completion), completion.tokens.last()) {
+            (FinishReason::StopString, Some(StopReason::Text(text)), _) => text,
+            (FinishReason::Eos | FinishReason::StopToken, _, Some(last)) => {
+                self.decode(&[last.token], self.skips_special)
+            }
+            _ => String::new(),
         }
     }
 
     /// How many most likely tokens the engine must report. Ranks, which come with log-probabilities of prompts, are
     /// computed beside at least one.
     pub(in crate::server::http) fn top_logprobs(&self, with_prompt: bool) -> u32 {
-        self.logprobs.max(self.prompt_logprobs).unwrap_or(0).max(u32::from(with_prompt))
+        let sampled = self.logprobs.filter(|_| !self.names_tokens);
+        sampled.max(self.prompt_logprobs).unwrap_or(0).max(u32::from(with_prompt))
     }
 
     /// Memory for turning the log-probabilities of `tokens` tokens into text.
@@ -159,6 +190,11 @@ impl Report {
     ) -> Result<Option<PromptLogprobs>> {
         kept.hold(logprobs.iter().map(|token| LOGPROB + ALTERNATIVE * token.top.len()).sum())?;
         Ok(top.map(|top| PromptLogprobs::new(prompt.tokens[0], logprobs, top, self.token_texts())))
+    }
+
+    /// The times of the request's sample, if answers have them.
+    pub(super) fn metrics(&self, summary: &Summary) -> Option<RequestMetrics> {
+        summary.times.filter(|_| self.reports_times).map(|times| RequestMetrics::new(times, summary.completion_tokens))
     }
 
     /// The versions that made a sample's tokens, if they were requested.
@@ -188,6 +224,37 @@ pub(in crate::server::http) struct Usage {
     prompt_tokens_details: Option<PromptDetails>,
     #[serde(skip_serializing_if = "Option::is_none")]
     completion_tokens_details: Option<Null>,
+}
+
+/// Times of a request's only sample.
+#[derive(Clone, Copy, Debug, Serialize, ToSchema)]
+pub(super) struct RequestMetrics {
+    /// From the first step to the first token.
+    time_to_first_token_ms: f64,
+    /// From the first token to the last.
+    generation_time_ms: f64,
+    /// From the request's arrival to the first step.
+    queue_time_ms: f64,
+    /// Mean time between two tokens.
+    mean_itl_ms: Option<f64>,
+    /// Tokens by the time from the first step to the last token.
+    tokens_per_second: Option<f64>,
+    speculative_decoding: Null,
+}
+
+impl RequestMetrics {
+    fn new(times: SampleTimes, tokens: u64) -> Self {
+        let ms = |time: Duration| time.as_secs_f64() * 1000.0;
+        let computed = (times.first_token + times.decoded).as_secs_f64();
+        Self {
+            time_to_first_token_ms: ms(times.first_token),
+            generation_time_ms: ms(times.decoded),
+            queue_time_ms: ms(times.queued),
+            mean_itl_ms: (tokens > 1).then(|| ms(times.decoded) / (tokens - 1) as f64),
+            tokens_per_second: (computed > 0.0).then(|| tokens as f64 / computed),
+            speculative_decoding: Null::default(),
+        }
+    }
 }
 
 /// The parts of a prompt's tokens.
@@ -225,6 +292,8 @@ struct Chunk<'a, C> {
     usage: Option<Usage>,
     #[serde(skip_serializing_if = "Option::is_none")]
     system_fingerprint: Option<&'a str>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    metrics: Option<RequestMetrics>,
     /// In the first event of a chat alone.
     #[serde(flatten)]
     prompt: Option<PromptIds<'a>>,
@@ -256,36 +325,35 @@ impl Chunks {
         prompt: Option<PromptIds<'_>>,
         out: &mut VecDeque<Bytes>,
     ) {
-        let options = report.stream_options;
-        let usage = options.continuous_usage_stats.then(|| Usage::new(self.prompt_tokens, self.tokens));
-        out.push_back(self.chunk(report, &[choice], usage, is_last && !options.include_usage, prompt));
+        let events = report.usage_events;
+        let usage = (events == UsageEvents::All).then(|| Usage::new(self.prompt_tokens, self.tokens));
+        let fingerprint = (is_last && events == UsageEvents::None).then_some(&*report.fingerprint);
+        let choices = [choice];
+        let chunk = self.chunk(report, &choices);
+        out.push_back(event(&Chunk { usage, system_fingerprint: fingerprint, prompt, ..chunk }));
     }
 
     /// Sends the last event, if it was requested.
     pub(super) fn end(&self, report: &Report, summary: &Summary, out: &mut VecDeque<Bytes>) {
-        if report.stream_options.include_usage {
-            let usage = Usage::new(summary.prompt_tokens, summary.completion_tokens);
-            out.push_back(self.chunk::<()>(report, &[], Some(usage), true, None));
+        if report.usage_events != UsageEvents::None {
+            let usage = Some(Usage::new(summary.prompt_tokens, summary.completion_tokens));
+            let (system_fingerprint, metrics) = (Some(&*report.fingerprint), report.metrics(summary));
+            let chunk = self.chunk::<()>(report, &[]);
+            out.push_back(event(&Chunk { usage, system_fingerprint, metrics, ..chunk }));
         }
     }
 
-    fn chunk<C: Serialize>(
-        &self,
-        report: &Report,
-        choices: &[C],
-        usage: Option<Usage>,
-        has_fingerprint: bool,
-        prompt: Option<PromptIds<'_>>,
-    ) -> Bytes {
-        event(&Chunk {
+    fn chunk<'a, C>(&'a self, report: &'a Report, choices: &'a [C]) -> Chunk<'a, C> {
+        Chunk {
             id: &self.id,
             object: self.object,
             created: report.created,
             model: &report.model,
             choices,
-            usage,
-            system_fingerprint: has_fingerprint.then_some(&report.fingerprint),
-            prompt,
-        })
+            usage: None,
+            system_fingerprint: None,
+            metrics: None,
+            prompt: None,
+        }
     }
 }

@@ -8,8 +8,8 @@ use serde::Serialize;
 use serde_json::value::RawValue;
 use utoipa::ToSchema;
 
-use super::answers::{Chunks, Null, Report, StopReason, Usage, VersionSpan, finish_reason};
-use super::logprobs::{Logprobs, LogprobsWriter, PromptLogprobs};
+use super::answers::{Chunks, Null, Report, RequestMetrics, StopReason, Usage, VersionSpan, finish_reason};
+use super::logprobs::{Logprobs, LogprobsWriter, PromptLogprobs, most_likely};
 use super::prompt::{PromptInput, Prompts};
 use super::request_id;
 use super::sampling::{LogprobsMode, Sampling};
@@ -32,8 +32,8 @@ members! {
         prompt: Prompts,
         /// Most tokens of a sample (default: 16).
         max_tokens: u32,
-        /// Report log-probabilities, with those of this many most likely tokens.
-        logprobs: u32,
+        /// Report log-probabilities, with those of this many most likely tokens; -1 is all.
+        logprobs: i32,
         /// Whether the text begins with the prompt (default: false).
         echo: bool,
         /// Whether the tokenizer adds its special tokens to a text (default: true).
@@ -83,7 +83,11 @@ fn message(
 ) -> Result<(pb::GenerateRequest, CompletionOptions)> {
     let CompletionRequest { mut sampling, logprobs, max_tokens, add_special_tokens, .. } = body;
     sampling.request_id = id.or(sampling.request_id);
+    let logprobs = most_likely("logprobs", logprobs, &context.model)?;
     let report = Report::new(&sampling, logprobs, context)?;
+    if body.echo == Some(true) && sampling.logprob_token_ids.as_ref().is_some_and(|ids| !ids.is_empty()) {
+        return Err(Error::invalid("logprob_token_ids", "cannot be combined with echo, whose tokens are not sampled"));
+    }
     let prompts = body.prompt.ok_or_else(|| Error::invalid("prompt", "is missing; give a text or token ids"))?.0;
     let is_echo = body.echo.unwrap_or(false);
     let given_text = |prompt: &PromptInput| match prompt {
@@ -91,16 +95,7 @@ fn message(
         PromptInput::Tokens(_) => None,
     };
     let prompt_texts = if is_echo { prompts.iter().map(given_text).collect() } else { Vec::new() };
-    let prompts = messages(prompts, |prompt| match (prompt, sampling.truncate_prompt_tokens) {
-        (PromptInput::Text(_), Some(_)) => {
-            Err(Error::invalid("truncate_prompt_tokens", "is supported for prompts of token ids; send those"))
-        }
-        (PromptInput::Tokens(mut tokens), Some(keep)) => {
-            tokens.drain(..tokens.len().saturating_sub(keep as usize));
-            Ok(PromptInput::Tokens(tokens).into_message(None))
-        }
-        (prompt, None) => Ok(prompt.into_message(add_special_tokens)),
-    })?;
+    let prompts = messages(prompts, add_special_tokens);
     // OpenAI's way to score a text: no token is made, and the answer has the text's own log-probabilities. Here one
     // token is made and dropped.
     let drops_tokens = is_echo && max_tokens == Some(0);
@@ -113,13 +108,11 @@ fn message(
     Ok((pb::GenerateRequest { prompt_logprobs, return_text, ..message }, options))
 }
 
-/// The messages that `message` makes of prompts, in a list that does not grow: that would take its memory three times.
-fn messages(prompts: Vec<PromptInput>, message: impl Fn(PromptInput) -> Result<pb::Prompt>) -> Result<Vec<pb::Prompt>> {
+/// The messages of prompts, in a list that does not grow: that would take its memory three times.
+fn messages(prompts: Vec<PromptInput>, add_special_tokens: Option<bool>) -> Vec<pb::Prompt> {
     let mut messages = Vec::with_capacity(prompts.len());
-    for prompt in prompts {
-        messages.push(message(prompt)?);
-    }
-    Ok(messages)
+    messages.extend(prompts.into_iter().map(|prompt| prompt.into_message(add_special_tokens)));
+    messages
 }
 
 /// The samples of a request.
@@ -136,7 +129,7 @@ pub(in crate::server::http) struct CompletionAnswer<'a> {
     usage: Usage,
     kv_transfer_params: Null,
     ec_transfer_params: Null,
-    metrics: Null,
+    metrics: Option<RequestMetrics>,
 }
 
 /// One sample, or the part of it in one event.
@@ -227,7 +220,7 @@ impl CompletionWriter {
             return String::new();
         }
         let given = self.options.prompt_texts.get(prompt).cloned().flatten();
-        given.unwrap_or_else(|| self.options.report.text(&self.prompts[prompt].tokens))
+        given.unwrap_or_else(|| self.options.report.prompt_text(&self.prompts[prompt].tokens))
     }
 
     fn logprobs_writer(&self) -> LogprobsWriter {
@@ -264,7 +257,7 @@ impl CompletionWriter {
         let stop_reason = report.stop_reason(completion);
         Choice {
             index: self.index((completion.prompt_index, completion.sample_index)),
-            text: report.ending(stop_reason.as_ref()).to_owned(),
+            text: report.ending(completion),
             finish_reason: Some(finish_reason(completion.finish_reason)),
             stop_reason,
             token_ids: self.ids(&[]),
@@ -374,6 +367,7 @@ impl Samples for CompletionWriter {
                 choices,
                 system_fingerprint: &report.fingerprint,
                 usage: Usage::of(summary),
+                metrics: report.metrics(summary),
                 ..CompletionAnswer::default()
             })
         })

@@ -6,6 +6,9 @@ use serde::{Serialize, Serializer};
 use utoipa::ToSchema;
 
 use super::sampling::LogprobsMode;
+use crate::error::{Error, Result};
+use crate::server::ModelFacts;
+use crate::server::convert::MAX_TOP_LOGPROBS;
 use crate::text::{IncrementalDetokenizer, Tokenizer};
 use crate::types::{TokenId, TokenLogprobs};
 
@@ -31,6 +34,22 @@ pub(in crate::server::http) fn chosen(token: &TokenLogprobs, mode: LogprobsMode)
         LogprobsMode::Processed => token.processed,
         LogprobsMode::Raw => token.raw,
     }
+}
+
+/// The number of most likely tokens that the member `name` asks for: -1 is all of the vocabulary.
+///
+/// # Errors
+/// `InvalidArgument` for other negative numbers, and above the limit.
+pub(in crate::server::http) fn most_likely(name: &str, given: Option<i32>, model: &ModelFacts) -> Result<Option<u32>> {
+    let Some(given) = given else { return Ok(None) };
+    let vocab_size = model.vocab_size;
+    let count = if given == -1 { Ok(u32::try_from(vocab_size).unwrap_or(u32::MAX)) } else { u32::try_from(given) };
+    let count = count.map_err(|_| Error::invalid(name, format!("{given} is neither -1 nor a count")))?;
+    if count > MAX_TOP_LOGPROBS {
+        let asked = if given == -1 { format!("-1, all {vocab_size} tokens,") } else { count.to_string() };
+        return Err(Error::invalid(name, format!("{asked} is more than {MAX_TOP_LOGPROBS}; ask for fewer")));
+    }
+    Ok(Some(count))
 }
 
 /// Writes tokens of one text as strings: as text, or as `token_id:N` without a tokenizer.
@@ -78,7 +97,7 @@ type TopLogprobs = Object<String, Option<f32>>;
 struct Object<K, V>(Vec<(K, V)>);
 
 impl<K: Serialize, V: Serialize> Serialize for Object<K, V> {
-    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+    fn serialize<S: Serializer>(&self, serializer: S) -> std::result::Result<S::Ok, S::Error> {
         serializer.collect_map(self.0.iter().map(|(name, value)| (name, value)))
     }
 }
@@ -143,7 +162,7 @@ struct ChatLogprob {
 }
 
 /// A token and its log-probability.
-#[derive(Debug, Serialize, ToSchema)]
+#[derive(Clone, Debug, Serialize, ToSchema)]
 struct NamedLogprob {
     token: String,
     logprob: Option<f32>,
@@ -157,6 +176,8 @@ pub(super) struct ChatLogprobsWriter {
     pub(super) names: TokenTexts,
     /// The tokens as text, for their bytes.
     pub(super) texts: TokenTexts,
+    /// Whether `top_logprobs` begins with the sampled token, as before tokens that the request names.
+    pub(super) lists_sampled: bool,
 }
 
 impl ChatLogprobsWriter {
@@ -168,12 +189,15 @@ impl ChatLogprobsWriter {
                 logprob: written(chosen(token, mode)),
                 bytes: self.texts.next(token.token).into_bytes(),
             };
+            let first = self.lists_sampled.then(|| sampled.clone());
+            let is_first = |token: &TokenLogprobs, other: TokenId| self.lists_sampled && other == token.token;
             let other = |&(other, value): &(TokenId, f32)| NamedLogprob {
                 token: self.names.alternative(other),
                 logprob: written(value),
                 bytes: self.texts.alternative(other).into_bytes(),
             };
-            ChatLogprob { sampled, top_logprobs: token.top.iter().take(top as usize).map(other).collect() }
+            let others = token.top.iter().take(top as usize).filter(|(id, _)| !is_first(token, *id)).map(other);
+            ChatLogprob { sampled, top_logprobs: first.into_iter().chain(others).collect() }
         };
         ChatLogprobs { content: tokens.iter().map(entry).collect() }
     }
@@ -214,5 +238,29 @@ impl PromptLogprobs {
             Some(Object(all))
         };
         Self(std::iter::once(None).chain(rest.iter().map(position)).collect())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn all_tokens_are_reported_up_to_the_limit() {
+        let asked = |given, vocab_size| {
+            let model = ModelFacts { vocab_size, ..ModelFacts::default() };
+            most_likely("logprobs", given, &model).map_err(|error| error.to_string())
+        };
+        assert_eq!(
+            (asked(None, 500), asked(Some(0), 500), asked(Some(100), 500)),
+            (Ok(None), Ok(Some(0)), Ok(Some(100)))
+        );
+        assert_eq!(asked(Some(-1), 100), Ok(Some(100)));
+        for (given, start) in
+            [(-1, "-1, all 500 tokens, is more than 100"), (101, "101 is more than 100"), (-2, "-2 is")]
+        {
+            let error = asked(Some(given), 500).expect_err("refused");
+            assert!(error.starts_with(&format!("logprobs: {start}")), "{error}");
+        }
     }
 }

@@ -28,7 +28,7 @@ impl PromptInput {
             Self::Text(text) => pb::prompt::Kind::Text(text),
             Self::Tokens(ids) => pb::prompt::Kind::Tokens(pb::TokenIds { ids }),
         };
-        pb::Prompt { kind: Some(kind), add_special_tokens, sampling: None }
+        pb::Prompt { kind: Some(kind), add_special_tokens, ..Default::default() }
     }
 }
 

@@ -10,6 +10,7 @@ use super::structured::structured;
 use crate::error::{Error, Result};
 use crate::server::http::{members, text_or_list};
 use crate::server::{ModelFacts, pb};
+use crate::types::SamplingParams;
 
 members! {
     /// How to sample, when to end, and the report. Members that would change these, and that this server does not have,
@@ -57,10 +58,16 @@ members! {
         /// `json_object`.
         #[schema(value_type = Option<serde_json::Value>)]
         structured_outputs: Box<RawValue>,
-        /// Whether special tokens are left out of the text. Only true is supported (default: true).
-        skip_special_tokens: bool,
-        /// Report the log-probabilities of the prompt's tokens, with those of this many most likely ones.
-        pub(super) prompt_logprobs: u32,
+        /// Texts that are not generated.
+        bad_words: Vec<String>,
+        /// Whether special tokens are left out of the text (default: true).
+        pub(super) skip_special_tokens: bool,
+        /// No effect: the tokenizers that are supported write no spaces between special tokens.
+        spaces_between_special_tokens: bool,
+        /// Report the log-probabilities of the prompt's tokens, with those of this many most likely ones; -1 is all.
+        pub(super) prompt_logprobs: i32,
+        /// Report the log-probabilities of these tokens beside each sampled one, instead of the most likely ones.
+        pub(super) logprob_token_ids: Vec<u32>,
         /// Report the ids of the prompt's and the sample's tokens (default: false).
         pub(in crate::server::http) return_token_ids: bool,
         /// Write tokens beside log-probabilities as `token_id:N` (default: false).
@@ -73,8 +80,10 @@ members! {
         pub(in crate::server::http) stream: bool,
         /// Further contents of a stream.
         pub(in crate::server::http) stream_options: StreamOptions,
-        /// Keep only this many of the prompt's last tokens.
-        pub(super) truncate_prompt_tokens: u32,
+        /// Keep only this many of the prompt's tokens; -1 keeps as many as leave room for `max_tokens` (default: all).
+        pub(in crate::server::http) truncate_prompt_tokens: i32,
+        /// With `truncate_prompt_tokens`, the side where tokens are dropped (default: left).
+        pub(in crate::server::http) truncation_side: TruncationSide,
         /// Name by which the request can be aborted, unique among running ones. The header X-Request-Id wins.
         pub(in crate::server::http) request_id: String,
         /// Refuse the request unless the policy has this version when it starts.
@@ -85,10 +94,18 @@ members! {
         /// reason `abort` and the tokens so far (default: no limit).
         time_limit_seconds: f64,
     } rejects [
-        "best_of", "use_beam_search", "length_penalty", "bad_words", "logits_processors", "logprob_token_ids",
-        "guided_json", "guided_regex", "guided_choice", "guided_grammar", "thinking_token_budget",
-        "repetition_detection", "prompt_embeds", "suffix", "vllm_xargs"
+        "best_of", "use_beam_search", "length_penalty", "logits_processors", "prompt_logprob_token_ids",
+        "prompt_logprob_start", "guided_json", "guided_regex", "guided_choice", "guided_grammar",
+        "thinking_token_budget", "repetition_detection", "prompt_embeds", "suffix", "vllm_xargs"
     ];
+}
+
+/// The side of a prompt where tokens are dropped.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Deserialize, ToSchema)]
+#[serde(rename_all = "lowercase")]
+pub(in crate::server::http) enum TruncationSide {
+    Left,
+    Right,
 }
 
 /// Distribution that log-probabilities are taken from.
@@ -103,15 +120,36 @@ pub(in crate::server::http) enum LogprobsMode {
     Raw,
 }
 
-/// Further contents of a stream, beside its tokens.
-#[derive(Clone, Copy, Debug, Default, Deserialize, ToSchema)]
-pub(in crate::server::http) struct StreamOptions {
-    /// End with an event that has the usage figures.
-    #[serde(default)]
-    pub(in crate::server::http) include_usage: bool,
-    /// Every event has the usage figures so far.
-    #[serde(default)]
-    pub(in crate::server::http) continuous_usage_stats: bool,
+members! {
+    /// Further contents of a stream, beside its tokens.
+    pub(in crate::server::http) struct StreamOptions {
+        /// End with an event that has the usage figures (default: false).
+        include_usage: bool,
+        /// With `include_usage`, every event has the usage figures so far (default: false).
+        continuous_usage_stats: bool,
+    }
+}
+
+/// The events of a stream that have usage figures.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(in crate::server::http) enum UsageEvents {
+    None,
+    /// One more event at the end.
+    Last,
+    /// All events, and one more at the end.
+    All,
+}
+
+impl UsageEvents {
+    /// Those that a request asks for.
+    pub(in crate::server::http) fn requested(options: Option<&StreamOptions>) -> Self {
+        let is_set = |option: fn(&StreamOptions) -> Option<bool>| options.and_then(option) == Some(true);
+        match (is_set(|options| options.include_usage), is_set(|options| options.continuous_usage_stats)) {
+            (false, _) => Self::None,
+            (true, false) => Self::Last,
+            (true, true) => Self::All,
+        }
+    }
 }
 
 /// Texts that end a sample: one, or a list.
@@ -146,7 +184,8 @@ impl Sampling {
             ("return_tokens_as_token_ids", self.return_tokens_as_token_ids == Some(true)),
             ("return_weight_versions", self.return_weight_versions == Some(true)),
             ("logprobs_mode", self.logprobs_mode.is_some()),
-            ("stream_options", options.include_usage || options.continuous_usage_stats),
+            ("stream_options", options.include_usage == Some(true) || options.continuous_usage_stats == Some(true)),
+            ("logprob_token_ids", self.logprob_token_ids.is_some()),
         ];
         match members.into_iter().find(|(_, is_given)| *is_given) {
             Some((name, _)) => {
@@ -160,6 +199,20 @@ impl Sampling {
         self.stop.as_ref().map_or_else(Vec::new, |stop| stop.0.clone())
     }
 
+    /// How many tokens of each prompt to keep; `None` for all.
+    fn kept_prompt_tokens(&self, max_tokens: Option<u32>, model: &ModelFacts) -> Result<Option<u32>> {
+        let Some(given) = self.truncate_prompt_tokens else { return Ok(None) };
+        if given != -1 {
+            let kept = u32::try_from(given).ok().filter(|kept| *kept > 0);
+            let wrong = || Error::invalid("truncate_prompt_tokens", format!("{given} is neither -1 nor at least 1"));
+            return kept.ok_or_else(wrong).map(Some);
+        }
+        let context = u32::try_from(model.max_model_len).unwrap_or(u32::MAX);
+        // Without a smaller maximum, a sample may take all that the prompt leaves, which is at least one token.
+        let answer = max_tokens.unwrap_or(SamplingParams::default().max_tokens);
+        Ok(Some(if answer < context { context - answer } else { context.saturating_sub(1) }))
+    }
+
     /// The message that a gRPC client would send for `prompts`. `model` has the names of the policy, `top_logprobs` is
     /// the number of most likely tokens that the reply needs.
     ///
@@ -168,20 +221,20 @@ impl Sampling {
     /// message is.
     pub(in crate::server::http) fn into_message(
         self,
-        prompts: Vec<pb::Prompt>,
+        mut prompts: Vec<pb::Prompt>,
         max_tokens: Option<u32>,
         top_logprobs: u32,
         model: &ModelFacts,
     ) -> Result<pb::GenerateRequest> {
-        if self.skip_special_tokens == Some(false) {
-            let message = "false is not supported: the text never has special tokens; return_token_ids has them";
-            return Err(Error::invalid("skip_special_tokens", message));
-        }
         if self.stream_options.is_some() && self.stream != Some(true) {
             return Err(Error::invalid("stream_options", "has no meaning without stream; set stream to true"));
         }
         if self.allowed_token_ids.as_ref().is_some_and(Vec::is_empty) {
             return Err(Error::invalid("allowed_token_ids", "is empty, so no token could be sampled; leave it out"));
+        }
+        let kept = self.kept_prompt_tokens(max_tokens, model)?;
+        for prompt in &mut prompts {
+            (prompt.keep_tokens, prompt.keep_first) = (kept, self.truncation_side == Some(TruncationSide::Right));
         }
         let top_logprobs_of = match self.reported() {
             LogprobsMode::Processed => pb::Distribution::Processed,
@@ -204,6 +257,8 @@ impl Sampling {
             ignore_eos: self.ignore_eos.unwrap_or(false),
             seed: self.seed.map(i64::cast_unsigned),
             structured_outputs: structured(self.structured_outputs.as_deref(), self.response_format.as_deref())?,
+            skip_special_tokens: self.skip_special_tokens,
+            bad_words: self.bad_words.unwrap_or_default(),
         };
         Ok(pb::GenerateRequest {
             request_id: self.request_id.unwrap_or_default(),
@@ -211,6 +266,7 @@ impl Sampling {
             n: self.n,
             sampling: Some(sampling),
             top_logprobs,
+            logprob_token_ids: self.logprob_token_ids.unwrap_or_default(),
             top_logprobs_of: top_logprobs_of.into(),
             prompt_logprobs: false,
             return_text: false,

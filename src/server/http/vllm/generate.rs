@@ -13,9 +13,9 @@ use crate::engine::{Completion, Summary, ValidRequest};
 use crate::error::{Error, Result};
 use crate::memory::Traffic;
 use crate::server::http::openai::answers::{Null, Report, StopReason, Usage, finish_reason};
-use crate::server::http::openai::logprobs::{PromptLogprobs, chosen, written};
+use crate::server::http::openai::logprobs::{PromptLogprobs, chosen, most_likely, written};
 use crate::server::http::openai::request_id;
-use crate::server::http::openai::sampling::{Sampling, StreamOptions};
+use crate::server::http::openai::sampling::{Sampling, StreamOptions, UsageEvents};
 use crate::server::http::{
     AppState, FinishedSamples, HttpResult, JsonBody, Outbox, Samples, event, json, members, sample, samples_per_prompt,
 };
@@ -55,8 +55,8 @@ members! {
     pub(in crate::server::http) struct InferenceSampling {
         /// Maximum tokens of a sample (default and limit: the rest of the context).
         max_tokens: u32,
-        /// Report log-probabilities, with those of this many most likely tokens.
-        logprobs: u32,
+        /// Report log-probabilities, with those of this many most likely tokens; -1 is all.
+        logprobs: i32,
         ..shared: Sampling,
     }
 }
@@ -103,12 +103,22 @@ fn message(
     let ids = body.token_ids.ok_or_else(|| missing("token_ids"))?;
     let InferenceSampling { max_tokens, logprobs, shared: mut sampling } =
         body.sampling_params.ok_or_else(|| missing("sampling_params"))?;
+    if sampling.truncate_prompt_tokens.is_some() {
+        return Err(Error::invalid(
+            "sampling_params.truncate_prompt_tokens",
+            "send the tokens to keep, and leave it out",
+        ));
+    }
     sampling.model = body.model.or(sampling.model);
     sampling.request_id = id.or(body.request_id).or(sampling.request_id);
     sampling.stream = body.stream.or(sampling.stream);
     sampling.stream_options = body.stream_options.or(sampling.stream_options);
     sampling.return_token_ids = body.return_token_ids.or(sampling.return_token_ids);
-    let report = Report::new(&sampling, logprobs, context)?;
+    let logprobs = most_likely("sampling_params.logprobs", logprobs, &context.model)?;
+    // As in vLLM, --enable-force-include-usage is for OpenAI's routes.
+    let usage_events = UsageEvents::requested(sampling.stream_options.as_ref());
+    let mut report = Report::new(&sampling, logprobs, context)?;
+    report.usage_events = usage_events;
     // A prompt that leaves no room is rejected when the message is checked.
     let room = context.model.max_model_len.saturating_sub(ids.len()).max(1);
     let room = u32::try_from(room).unwrap_or(u32::MAX);
@@ -262,7 +272,7 @@ impl InferenceWriter {
     fn stream(&mut self, tokens: &[TokenLogprobs], sample: Sample, out: &mut Outbox) {
         self.streamed_tokens += tokens.len() as u64;
         let usage = Usage::new(self.prompt.tokens.len() as u64, self.streamed_tokens);
-        let usage = self.report.stream_options.continuous_usage_stats.then_some(usage);
+        let usage = (self.report.usage_events == UsageEvents::All).then_some(usage);
         let token_ids = tokens.iter().map(|token| token.token).collect();
         self.send(&[Sample { token_ids, logprobs: self.logprobs(tokens), ..sample }], usage, out);
     }
@@ -315,7 +325,7 @@ impl Samples for InferenceWriter {
     }
 
     fn end_stream(&mut self, summary: &Summary, out: &mut Outbox) {
-        if self.report.stream_options.include_usage {
+        if self.report.usage_events != UsageEvents::None {
             self.send(&[], Some(Usage::new(summary.prompt_tokens, summary.completion_tokens)), out);
         }
     }

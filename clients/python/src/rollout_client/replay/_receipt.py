@@ -195,6 +195,7 @@ def _sampling_to_json(sampling: SamplingParams) -> dict[str, Any]:
         if values[name] is not None:
             values[name] = [int(token) for token in values[name]]
     values["stop"] = list(sampling.stop)
+    values["bad_words"] = list(sampling.bad_words)
     return {name: _plain(value) for name, value in values.items()}
 
 

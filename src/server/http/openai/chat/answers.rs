@@ -4,7 +4,7 @@ use serde::Serialize;
 use serde_json::value::RawValue;
 use utoipa::ToSchema;
 
-use crate::server::http::openai::answers::{Null, StopReason, Usage, VersionSpan};
+use crate::server::http::openai::answers::{Null, RequestMetrics, StopReason, Usage, VersionSpan};
 use crate::server::http::openai::logprobs::{ChatLogprobs, PromptLogprobs};
 use crate::types::TokenId;
 
@@ -25,7 +25,7 @@ pub(in crate::server::http) struct ChatAnswer<'a> {
     pub(super) prompt_text: Null,
     pub(super) kv_transfer_params: Null,
     pub(super) ec_transfer_params: Null,
-    pub(super) metrics: Null,
+    pub(super) metrics: Option<RequestMetrics>,
 }
 
 /// One sample.

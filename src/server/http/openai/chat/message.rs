@@ -17,6 +17,8 @@ pub(in crate::server::http) struct ChatOptions {
     pub(in crate::server::http) report: Report,
     /// The role of the answer.
     pub(super) role: String,
+    /// The text that the content begins with.
+    pub(super) echo: String,
     pub(super) calling: ToolCalling,
     /// Whether calls have names of nine letters and digits: Mistral's templates take no others.
     pub(super) has_short_ids: bool,

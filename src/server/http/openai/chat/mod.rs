@@ -14,6 +14,7 @@ use axum::response::Response;
 use serde_json::value::RawValue;
 
 use super::answers::Report;
+use super::logprobs::most_likely;
 use super::request_id;
 use super::sampling::Sampling;
 use crate::engine::ValidRequest;
@@ -41,15 +42,17 @@ members! {
         /// Whether to report log-probabilities (default: false).
         #[schema(value_type = Option<bool>)]
         pub(in crate::server::http) logprobs: Box<RawValue>,
-        /// How many most likely tokens to report beside each sampled one (default: 0).
-        pub(in crate::server::http) top_logprobs: u32,
+        /// How many most likely tokens to report beside each sampled one; -1 is all (default: 0).
+        pub(in crate::server::http) top_logprobs: i32,
+        /// Whether the content begins with that of the last message, if it has the answer's role (default: false).
+        pub(in crate::server::http) echo: bool,
         /// Whether the model may call a tool: `auto`, `none`, `required`, or an object that names one (default: auto).
         #[schema(value_type = Option<serde_json::Value>)]
         pub(in crate::server::http) tool_choice: Box<RawValue>,
         ..pub(in crate::server::http) prompt: ChatPrompt,
         ..pub(in crate::server::http) sampling: Sampling,
     } rejects [
-        "audio", "chat_template", "echo", "function_call", "functions", "modalities", "prediction", "reasoning_effort",
+        "audio", "chat_template", "function_call", "functions", "modalities", "prediction", "reasoning_effort",
         "web_search_options"
     ];
 }
@@ -84,12 +87,16 @@ pub(in crate::server::http) fn message(
 ) -> Result<(pb::GenerateRequest, ChatOptions)> {
     let ChatRequest { prompt, mut sampling, .. } = body;
     sampling.request_id = id.or(sampling.request_id);
-    if sampling.truncate_prompt_tokens.is_some() {
-        return Err(Error::invalid("truncate_prompt_tokens", "is not supported for a chat; leave messages out"));
-    }
-    let logprobs = is_true(body.logprobs.as_deref())?.then(|| body.top_logprobs.unwrap_or(0));
-    let report = Report::new(&sampling, logprobs, context)?;
-    if body.top_logprobs.is_some_and(|top| top > 0) && logprobs.is_none() {
+    let top_logprobs = most_likely("top_logprobs", body.top_logprobs, &context.model)?;
+    let logprobs = is_true(body.logprobs.as_deref())?.then(|| top_logprobs.unwrap_or(0));
+    let mut report = Report::new(&sampling, logprobs, context)?;
+    let role = prompt.role();
+    let is_echo = body.echo == Some(true);
+    let echo = if is_echo { prompt.last_text(&role) } else { String::new() };
+    // vLLM reports them for an echo too, though they were not requested.
+    report.prompt_logprobs =
+        report.prompt_logprobs.or(top_logprobs.or(Some(0)).filter(|_| is_echo && !report.is_stream));
+    if top_logprobs.is_some_and(|top| top > 0) && logprobs.is_none() {
         return Err(Error::invalid("top_logprobs", "needs logprobs: true"));
     }
     let format = context.model.encoder.as_ref().and_then(|encoder| encoder.chat_template.as_ref()?.tool_format());
@@ -97,7 +104,7 @@ pub(in crate::server::http) fn message(
     let prompt_logprobs = report.prompt_logprobs.is_some();
     let top = report.top_logprobs(prompt_logprobs);
     let has_short_ids = format == Some(ToolFormat::Mistral);
-    let options = ChatOptions { role: prompt.role(), calling, has_short_ids, report };
+    let options = ChatOptions { role, echo, calling, has_short_ids, report };
     let context_tokens = u32::try_from(context.model.max_model_len).unwrap_or(u32::MAX);
     let max_tokens = body.max_completion_tokens.or(body.max_tokens).unwrap_or(context_tokens);
     let mut message = sampling.into_message(vec![prompt.into_message()?], Some(max_tokens), top, &context.model)?;

@@ -1,11 +1,14 @@
 //! The prompt of a chat: its messages, and everything else that the model's template shows.
 
 use serde::Deserialize;
+use serde::de::DeserializeOwned;
 use serde_json::value::RawValue;
 
 use crate::error::{Error, Result};
 use crate::server::http::members;
 use crate::server::pb;
+
+const ASSISTANT: &str = "assistant";
 
 members! {
     /// The messages, and everything else that the model's chat template shows.
@@ -35,13 +38,25 @@ members! {
 impl ChatPrompt {
     /// The role of the answer: that of the last message, if there is no prompt for an assistant's.
     pub(super) fn role(&self) -> String {
-        const ASSISTANT: &str = "assistant";
         if self.add_generation_prompt != Some(false) && self.continue_final_message != Some(true) {
             return ASSISTANT.into();
         }
+        self.last::<Speaker>().map_or_else(|| ASSISTANT.into(), |last| last.role)
+    }
+
+    /// The text of the last message, if it has this role.
+    pub(super) fn last_text(&self, role: &str) -> String {
+        match self.last::<Speech>() {
+            Some(Speech { role: of, content: Some(content) }) if of == role => content.text(),
+            _ => String::new(),
+        }
+    }
+
+    /// The last message.
+    fn last<T: DeserializeOwned>(&self) -> Option<T> {
         let messages = self.messages.as_ref().map_or("[]", |messages| messages.get());
-        let mut speakers: Vec<Speaker> = serde_json::from_str(messages).unwrap_or_default();
-        speakers.pop().map_or_else(|| ASSISTANT.into(), |last| last.role)
+        let all: Vec<&RawValue> = serde_json::from_str(messages).ok()?;
+        serde_json::from_str(all.last()?.get()).ok()
     }
 
     /// The prompt as a gRPC client would send it.
@@ -62,7 +77,7 @@ impl ChatPrompt {
             continue_final_message: self.continue_final_message.unwrap_or(false),
         };
         let (kind, add_special_tokens) = (Some(pb::prompt::Kind::Chat(chat)), self.add_special_tokens);
-        Ok(pb::Prompt { kind, add_special_tokens, sampling: None })
+        Ok(pb::Prompt { kind, add_special_tokens, ..Default::default() })
     }
 }
 
@@ -70,6 +85,35 @@ impl ChatPrompt {
 #[derive(Deserialize)]
 struct Speaker {
     role: String,
+}
+
+/// A message with its text.
+#[derive(Deserialize)]
+struct Speech {
+    role: String,
+    content: Option<Content>,
+}
+
+/// The content of a message: a text, or texts.
+#[derive(Deserialize)]
+#[serde(untagged)]
+enum Content {
+    Text(String),
+    Parts(Vec<Part>),
+}
+
+#[derive(Deserialize)]
+struct Part {
+    text: String,
+}
+
+impl Content {
+    fn text(self) -> String {
+        match self {
+            Self::Text(text) => text,
+            Self::Parts(parts) => parts.into_iter().map(|part| part.text).collect::<Vec<_>>().join("\n"),
+        }
+    }
 }
 
 #[cfg(test)]
@@ -92,6 +136,18 @@ mod tests {
             assert_eq!(read(&body).role(), role, "{members}");
         }
         assert_eq!(read(r#"{"messages": 3, "add_generation_prompt": false}"#).role(), "assistant");
+    }
+
+    #[test]
+    fn an_echo_is_the_last_message_of_the_role() {
+        let last =
+            |message: &str, role| read(&format!(r#"{{"messages": [{{"role": "a"}}, {message}]}}"#)).last_text(role);
+        assert_eq!(last(r#"{"role": "assistant", "content": "One", "x": []}"#, "assistant"), "One");
+        assert_eq!(last(r#"{"role": "assistant", "content": "One"}"#, "user"), "");
+        let parts = r#"{"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]}"#;
+        assert_eq!(last(parts, "user"), "a\nb");
+        assert_eq!(last(r#"{"role": "user", "content": null}"#, "user"), "");
+        assert_eq!(last("3", "user"), "");
     }
 
     #[test]

@@ -49,6 +49,10 @@ struct RenderedSampling {
     max_tokens: u32,
     #[serde(skip_serializing_if = "Option::is_none")]
     min_tokens: Option<u32>,
+    bad_words: Vec<String>,
+    /// Absent if true.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    skip_special_tokens: Option<bool>,
     #[serde(skip_serializing_if = "Option::is_none")]
     structured_outputs: Option<RenderedGrammar>,
 }
@@ -92,6 +96,7 @@ pub(in crate::server::http) async fn render(
     // Compiled only by a request that samples.
     let grammar = sampling.structured_outputs.take().and_then(|outputs| outputs.kind);
     let seed = sampling.seed.map(u64::cast_signed);
+    let bad_words = sampling.bad_words.clone();
     let model = context.model.clone();
     let request = off_thread(true, move || convert::generate(message, &model, &mut charge)).await?;
     let params = request.params;
@@ -111,6 +116,8 @@ pub(in crate::server::http) async fn render(
             stop_token_ids: params.stop_token_ids.clone(),
             max_tokens: params.max_tokens,
             min_tokens: (params.min_tokens > 0).then_some(params.min_tokens),
+            bad_words,
+            skip_special_tokens: (!params.skip_special_tokens).then_some(false),
             structured_outputs: grammar.map(RenderedGrammar::from),
         },
         model: options.report.model,

@@ -7,6 +7,7 @@ use serde_json::json;
 use super::*;
 use crate::memory::Traffic;
 use crate::server::convert::tokens;
+use crate::server::http::openai::sampling::UsageEvents;
 use crate::server::http::request_body::{parse, parsed_bytes};
 use crate::server::http::tests::heap::peak_of;
 use crate::server::security::Caller;
@@ -70,7 +71,7 @@ fn a_chat_is_charged_at_its_peak() {
             ModelFacts { vocab_size: 513, max_model_len: 16, eos_token_ids: vec![2], encoder, ..Default::default() };
         let messages_json = json!([{ "role": "user", "content": content }]).to_string();
         let chat = pb::Chat { messages_json, ..Default::default() };
-        let prompt = pb::Prompt { kind: Some(pb::prompt::Kind::Chat(chat)), add_special_tokens: None, sampling: None };
+        let prompt = pb::Prompt { kind: Some(pb::prompt::Kind::Chat(chat)), ..Default::default() };
         let traffic = Traffic::new(1 << 40);
         let mut charge = traffic.charge_always(0);
         let (peak, refused) = peak_of(|| tokens(prompt, &model, &mut charge));
@@ -88,4 +89,13 @@ fn a_time_limit_arrives_as_grpcs() {
     };
     assert_eq!(limit(r#"{"min_weight_version": 3, "time_limit_seconds": 0.5}"#), Some(0.5));
     assert_eq!((limit(r#"{"time_limit_seconds": null}"#), limit("{}")), (None, None));
+}
+
+#[test]
+fn continuous_usage_needs_usage_at_the_end() {
+    let events = |options: &str| UsageEvents::requested(Some(&serde_json::from_str(options).expect("options")));
+    assert_eq!(events(r#"{"include_usage": true, "continuous_usage_stats": true}"#), UsageEvents::All);
+    assert_eq!(events(r#"{"include_usage": true, "continuous_usage_stats": null}"#), UsageEvents::Last);
+    assert_eq!(events(r#"{"include_usage": false, "continuous_usage_stats": true}"#), UsageEvents::None);
+    assert_eq!((events("{}"), UsageEvents::requested(None)), (UsageEvents::None, UsageEvents::None));
 }

@@ -34,7 +34,7 @@ impl ChatWriter {
     pub(super) fn new(request: &ValidRequest, options: ChatOptions, traffic: &Traffic) -> Self {
         let samples = samples_per_prompt(request);
         let prompt = request.prompts.first().cloned().unwrap_or_default();
-        let bytes = samples * options.sample_bytes();
+        let bytes = samples * options.sample_bytes() + options.echo.len();
         Self {
             kept: FinishedSamples::new(if options.report.is_stream { 0 } else { samples }, bytes, traffic),
             options,
@@ -70,6 +70,10 @@ impl ChatWriter {
             let ids = self.options.report.returns_ids.then_some(&self.prompt.tokens[..]);
             let prompt = PromptIds { prompt_token_ids: ids, ..PromptIds::default() };
             self.send(ChunkChoice { index, delta, ..ChunkChoice::default() }, Some(prompt), out);
+            if !self.options.echo.is_empty() {
+                let delta = MessageDelta::text(self.options.echo.clone());
+                self.send(ChunkChoice { index, delta, ..ChunkChoice::default() }, None, out);
+            }
             let logprobs = self.options.report.chat_logprobs_writer();
             self.streamed.push(Some(Streamed { logprobs, reader: MessageReader::new(&self.options) }));
         }
@@ -162,21 +166,23 @@ impl Samples for ChatWriter {
         text: String,
         out: &mut Outbox,
     ) -> Result<()> {
-        let stop_reason = self.options.report.stop_reason(completion);
-        let text = text + self.options.report.ending(stop_reason.as_ref());
+        let text = text + &self.options.report.ending(completion);
         let tokens = last.map_or(&[][..], std::slice::from_ref);
         self.stream(completion.sample_index as usize, tokens, &text, Some(completion), out)
     }
 
     fn keep_sample(&mut self, completion: Completion) -> Result<()> {
         let report = &self.options.report;
-        let copies = COPIES * completion.text.as_ref().map_or(0, String::len);
+        let copies = COPIES * (completion.text.as_ref().map_or(0, String::len) + self.options.echo.len());
         let held = self.kept.hold(copies + report.logprobs_bytes(completion.tokens.len()))?;
         let stop_reason = report.stop_reason(&completion);
         let mut text = completion.text.clone().unwrap_or_default();
-        text.push_str(report.ending(stop_reason.as_ref()));
-        let (content, calls) = MessageReader::read_whole(&self.options, &text);
+        text.push_str(&report.ending(&completion));
+        let (mut content, calls) = MessageReader::read_whole(&self.options, &text);
         let tool_calls: Vec<_> = calls.into_iter().map(|call| Call::new(call.id, call.name, call.arguments)).collect();
+        if !self.options.echo.is_empty() {
+            content.get_or_insert_default().insert_str(0, &self.options.echo);
+        }
         let tokens = &completion.tokens;
         let choice = ChatChoice {
             index: completion.sample_index as usize,
@@ -212,6 +218,7 @@ impl Samples for ChatWriter {
                 choices,
                 system_fingerprint: &report.fingerprint,
                 usage: Usage::of(summary),
+                metrics: report.metrics(summary),
                 prompt_logprobs: self.prompt_logprobs.as_ref(),
                 prompt_token_ids: report.returns_ids.then_some(&self.prompt.tokens[..]),
                 ..ChatAnswer::default()

@@ -62,7 +62,7 @@ fn a_message_of_prompts_takes_no_more_than_is_counted_for_it() {
         let (most, _) = peak_of(|| {
             let charge = Traffic::new(1 << 40).charge_always(0);
             let parsed = parse::<CompletionRequest>(body.as_bytes(), charge, Caller::default()).expect("valid");
-            messages(parsed.value.prompt.expect("there are some").0, |prompt| Ok(prompt.into_message(None)))
+            messages(parsed.value.prompt.expect("there are some").0, None)
         });
         let counted = parsed_bytes(body.as_bytes());
         assert!(most <= counted, "{most} bytes of {counted} counted for prompts of {part}");

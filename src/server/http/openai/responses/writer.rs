@@ -152,7 +152,7 @@ impl ResponseWriter {
     /// Takes the end of the sample.
     fn end(&mut self, completion: &Completion, mut text: String, mut out: Option<&mut Outbox>) -> Result<()> {
         let report = &self.options.report;
-        text.push_str(report.ending(report.stop_reason(completion).as_ref()));
+        text.push_str(&report.ending(completion));
         self.add(&text, true, out.as_deref_mut())?;
         self.status = match finish_reason(completion.finish_reason) {
             "stop" => "completed",
