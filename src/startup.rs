@@ -14,7 +14,7 @@ use rollout_kernels::{DeviceOptions, Devices, ModelShape, StorageDtype};
 use crate::cache::KvCacheManager;
 use crate::clock::Clock;
 use crate::comm::Trainers;
-use crate::config::{Config, DTypeChoice, GraphsChoice, SpeculationChoice};
+use crate::config::{Config, DTypeChoice, GraphsChoice, ReasoningChoice, SpeculationChoice};
 use crate::engine::{COMMAND_QUEUE, Engine, EngineHandle, Setup};
 use crate::error::{Error, Result};
 use crate::model::config::ModelConfig;
@@ -22,7 +22,7 @@ use crate::model::{Build, Decoder, Parameterized};
 use crate::observe::{Observer, Recorder};
 use crate::scheduler::{Scheduler, SchedulerConfig, Speculation};
 use crate::server::{ModelFacts, PromptEncoder, ServingContext, pb};
-use crate::text::{ChatTemplate, Tokenizer};
+use crate::text::{ChatTemplate, ReasoningFormat, Tokenizer};
 use crate::weights::{
     BROADCAST_BUFFER_BYTES, Checkpoint, Dtype, ModelFiles, ModelSource, Parameters, Partition, Sources, TokenizerFiles,
     largest_broadcast,
@@ -47,7 +47,36 @@ fn open_encoder(files: &TokenizerFiles, config: &Config) -> Result<Option<Arc<Pr
             "the model has no chat template: prompts of chat messages are rejected; give one with --chat-template FILE"
         );
     }
-    Ok(tokenizer.map(|tokenizer| Arc::new(PromptEncoder::new(Arc::new(tokenizer), chat_template))))
+    let Some(tokenizer) = tokenizer else { return Ok(None) };
+    let reasoning = reasoning_format(config.reasoning_parser, &tokenizer, chat_template.as_ref())?;
+    Ok(Some(Arc::new(PromptEncoder::new(Arc::new(tokenizer), chat_template, reasoning))))
+}
+
+/// The format of the model's reasoning; `None` if chats do not report it apart from the answer.
+///
+/// # Errors
+/// `Config` if the texts do not have the marks of the format that `--reasoning-parser` names.
+fn reasoning_format(
+    choice: ReasoningChoice,
+    tokenizer: &Tokenizer,
+    template: Option<&ChatTemplate>,
+) -> Result<Option<ReasoningFormat>> {
+    let (name, format) = match choice {
+        ReasoningChoice::Auto => {
+            let found = template.and_then(ChatTemplate::reasoning_format);
+            return Ok(found.filter(|_| ReasoningFormat::has_marks(tokenizer)));
+        }
+        ReasoningChoice::None => return Ok(None),
+        ReasoningChoice::DeepseekR1 => ("deepseek_r1", ReasoningFormat::DeepSeekR1),
+        ReasoningChoice::Qwen3 => ("qwen3", ReasoningFormat::Qwen3),
+    };
+    match ReasoningFormat::has_marks(tokenizer) {
+        true => Ok(Some(format)),
+        false => Err(Error::Config(format!(
+            "--reasoning-parser {name}: <think> and </think> are special tokens of this model, which texts leave out; \
+             use --reasoning-parser none"
+        ))),
+    }
 }
 
 /// The sizes, precisions and devices that all ranks share.

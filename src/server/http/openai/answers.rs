@@ -42,7 +42,7 @@ pub(in crate::server::http) struct Report {
     writes_ids: bool,
     includes_stop: bool,
     stop: Vec<String>,
-    tokenizer: Option<Arc<Tokenizer>>,
+    pub(super) tokenizer: Option<Arc<Tokenizer>>,
 }
 
 /// The stop string or stop token that ended a sample.

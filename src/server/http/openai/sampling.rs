@@ -59,7 +59,7 @@ members! {
         /// The grammar of the text: an object with `json` (a schema), `regex`, `choice`, `grammar` (Lark) or
         /// `json_object`.
         #[schema(value_type = Option<serde_json::Value>)]
-        structured_outputs: Box<RawValue>,
+        pub(super) structured_outputs: Box<RawValue>,
         /// Whether special tokens are left out of the text. Only true is supported (default: true).
         skip_special_tokens: bool,
         /// Report the log-probabilities of the prompt's tokens, with those of this many most likely ones.

@@ -1,6 +1,7 @@
 //! `/v1/chat/completions`: the model's answers to a chat, and the tool calls in them.
 
 mod answers;
+mod parser;
 mod prompt;
 mod render;
 mod tools;
@@ -41,10 +42,12 @@ members! {
         /// Whether the model may call a tool: `auto`, `none`, `required`, or an object that names one (default: auto).
         #[schema(value_type = Option<serde_json::Value>)]
         tool_choice: Box<RawValue>,
+        /// Whether the message has the model's reasoning (default: true).
+        include_reasoning: bool,
         ..prompt: ChatPrompt,
         ..sampling: Sampling,
     } rejects [
-        "audio", "chat_template", "echo", "function_call", "functions", "modalities", "prediction", "reasoning_effort",
+        "audio", "chat_template", "echo", "function_call", "functions", "modalities", "prediction",
         "web_search_options"
     ];
 }
@@ -92,18 +95,29 @@ fn message(
     let prompt_logprobs = report.prompt_logprobs.is_some();
     let top = report.top_logprobs(prompt_logprobs);
     let has_short_ids = format == Some(ToolFormat::Mistral);
-    let options = ChatOptions { role: prompt.role(), calling, has_short_ids, report };
+    let role = prompt.role();
     let context_tokens = u32::try_from(context.model.max_model_len).unwrap_or(u32::MAX);
     let max_tokens = body.max_completion_tokens.or(body.max_tokens).unwrap_or(context_tokens);
+    let has_grammar = sampling.structured_outputs.is_some();
     let mut message = sampling.into_message(vec![prompt.into_message()?], Some(max_tokens), top, &context.model)?;
+    let outputs = &mut message.sampling.get_or_insert_default().structured_outputs;
     if let Some(schema) = schema {
-        let sampling = message.sampling.get_or_insert_default();
-        let kind = Some(pb::structured_outputs::Kind::JsonSchema(schema));
-        if sampling.structured_outputs.replace(pb::StructuredOutputs { kind }).is_some() {
-            let message = "forces a call, which cannot be combined with structured_outputs and response_format";
+        if has_grammar {
+            let message = "forces a call, which cannot be combined with structured_outputs; leave one of them out";
             return Err(Error::invalid("tool_choice", message));
         }
+        // As in vLLM, a forced call takes the place of `response_format`.
+        *outputs = Some(pb::StructuredOutputs { kind: Some(pb::structured_outputs::Kind::JsonSchema(schema)) });
     }
+    let options = ChatOptions {
+        report,
+        role,
+        calling,
+        has_short_ids,
+        reasoning: context.model.encoder.as_ref().and_then(|encoder| encoder.reasoning),
+        includes_reasoning: body.include_reasoning.unwrap_or(true),
+        is_constrained: outputs.is_some(),
+    };
     Ok((pb::GenerateRequest { prompt_logprobs, return_text: true, ..message }, options))
 }
 

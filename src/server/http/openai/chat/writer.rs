@@ -1,9 +1,12 @@
 //! Makes the answers of `/v1/chat/completions` from the events of a request.
 
+use std::mem;
+
 use bytes::Bytes;
 use rand::distr::{Alphanumeric, SampleString as _};
 
 use super::answers::{Call, ChatAnswer, ChatChoice, ChunkChoice, Message, MessageDelta};
+use super::parser::MessageParser;
 use super::tools::ToolCalling;
 use crate::engine::{Completion, Summary, ValidRequest};
 use crate::error::Result;
@@ -11,13 +14,13 @@ use crate::memory::Traffic;
 use crate::server::http::openai::answers::{Chunks, PromptIds, Report, Usage, finish_reason};
 use crate::server::http::openai::logprobs::{ChatLogprobsWriter, PromptLogprobs};
 use crate::server::http::{FinishedSamples, Outbox, Samples, json, samples_per_prompt};
-use crate::text::{Piece, ToolFormat, ToolParser};
+use crate::text::{Piece, ReasoningFormat, ReasoningParser, ToolFormat, ToolParser};
 use crate::types::{Prompt, TokenLogprobs};
 
 /// Bytes that are kept for each sample until the answer is sent, besides the names of the tools.
 const SAMPLE: usize = 512;
-/// Most copies of a sample's text while it is searched for calls.
-const COPIES: usize = 4;
+/// Most copies of a sample's text while it is searched for reasoning and calls.
+const COPIES: usize = 6;
 
 /// The options of a chat's answer.
 pub(super) struct ChatOptions {
@@ -27,6 +30,11 @@ pub(super) struct ChatOptions {
     pub(super) calling: ToolCalling,
     /// Whether calls have names of nine letters and digits: Mistral's templates take no others.
     pub(super) has_short_ids: bool,
+    pub(super) reasoning: Option<ReasoningFormat>,
+    /// Whether the message has the reasoning.
+    pub(super) includes_reasoning: bool,
+    /// Whether a grammar constrains the text from its first token.
+    pub(super) is_constrained: bool,
 }
 
 impl ChatOptions {
@@ -37,12 +45,56 @@ impl ChatOptions {
         }
         format!("chatcmpl-tool-{:016x}", rand::random::<u64>())
     }
+
+    /// The parser of a sample that follows `prompt`.
+    fn parser(&self, prompt: &Prompt) -> MessageParser {
+        let tools = match &self.calling {
+            ToolCalling::Never | ToolCalling::Named(_) => None,
+            ToolCalling::Required { names } => Some(ToolParser::new(ToolFormat::List, names.clone())),
+            ToolCalling::Auto { format, names } => Some(ToolParser::new(*format, names.clone())),
+        };
+        let call = match self.calling {
+            ToolCalling::Auto { format, .. } => format.mark(),
+            _ => None,
+        };
+        let reasoning = self.reasoning.zip(self.report.tokenizer.as_deref()).map(|(format, tokenizer)| {
+            // A text with a grammar has reasoning only if the grammar has it.
+            let is_open = !self.is_constrained && format.is_open_after(&prompt.tokens, tokenizer);
+            ReasoningParser::new(is_open, call.filter(|_| format.ends_at_calls()))
+        });
+        MessageParser::new(reasoning, tools)
+    }
+
+    /// The message of a sample whose text has these parts.
+    fn message(&self, pieces: Vec<Piece>) -> Message<'_> {
+        let (mut content, mut reasoning, mut calls) = (None::<String>, None::<String>, Vec::new());
+        for piece in pieces {
+            match piece {
+                Piece::Reasoning(text) => reasoning.get_or_insert_default().push_str(&text),
+                Piece::Content(text) => content.get_or_insert_default().push_str(&text),
+                Piece::Call(call) => calls.push(Call::new(self.call_id(), call.name, call.arguments)),
+            }
+        }
+        if let ToolCalling::Named(name) = &self.calling {
+            calls.push(Call::new(self.call_id(), name.clone(), content.take().unwrap_or_default()));
+        }
+        let has_content = self.calling.is_forced() || calls.is_empty() && reasoning.is_none();
+        let reasoning = reasoning.filter(|_| self.includes_reasoning);
+        Message {
+            role: &self.role,
+            content: content.or_else(|| has_content.then(String::new)),
+            tool_calls: calls,
+            reasoning: reasoning.clone(),
+            reasoning_content: reasoning,
+            ..Message::default()
+        }
+    }
 }
 
 /// The state of one streamed sample.
 struct Streamed {
     logprobs: ChatLogprobsWriter,
-    parser: Option<ToolParser>,
+    parser: MessageParser,
     calls: usize,
 }
 
@@ -51,6 +103,8 @@ pub(super) struct ChatWriter {
     options: ChatOptions,
     prompt: Prompt,
     prompt_logprobs: Option<PromptLogprobs>,
+    /// The parser of each sample before its text.
+    parser: MessageParser,
     samples: usize,
     kept: FinishedSamples,
     /// The samples of a stream, once it has begun.
@@ -64,6 +118,7 @@ impl ChatWriter {
         let prompt = request.prompts.first().cloned().unwrap_or_default();
         let bytes = samples * (SAMPLE + options.calling.heap_bytes());
         Self {
+            parser: options.parser(&prompt),
             kept: FinishedSamples::new(if options.report.is_stream { 0 } else { samples }, bytes, traffic),
             options,
             chunks: Chunks {
@@ -77,35 +132,6 @@ impl ChatWriter {
             samples,
             streamed: Vec::new(),
         }
-    }
-
-    fn parser(&self) -> Option<ToolParser> {
-        match &self.options.calling {
-            ToolCalling::Never | ToolCalling::Named(_) => None,
-            ToolCalling::Required { names } => Some(ToolParser::new(ToolFormat::List, names.clone())),
-            ToolCalling::Auto { format, names } => Some(ToolParser::new(*format, names.clone())),
-        }
-    }
-
-    /// The content of a sample's text, and the calls that are found in it.
-    fn message(&self, text: String) -> (Option<String>, Vec<Call>) {
-        let (mut content, mut calls) = (None::<String>, Vec::new());
-        match (self.parser(), &self.options.calling) {
-            (Some(mut parser), _) => {
-                let mut pieces = Vec::new();
-                parser.push(&text, &mut pieces);
-                parser.finish(&mut pieces);
-                for piece in pieces {
-                    match piece {
-                        Piece::Content(text) => content.get_or_insert_default().push_str(&text),
-                        Piece::Call(call) => calls.push(Call::new(self.options.call_id(), call.name, call.arguments)),
-                    }
-                }
-            }
-            (None, ToolCalling::Named(name)) => calls.push(Call::new(self.options.call_id(), name.clone(), text)),
-            (None, _) => content = Some(text),
-        }
-        (content, calls)
     }
 
     /// The finish reason in OpenAI's words. A call that was forced by its name is the answer, and ends as one.
@@ -128,42 +154,41 @@ impl ChatWriter {
             let prompt = PromptIds { prompt_token_ids: ids, ..PromptIds::default() };
             self.send(ChunkChoice { index, delta, ..ChunkChoice::default() }, Some(prompt), out);
             let logprobs = self.options.report.chat_logprobs_writer();
-            self.streamed.push(Some(Streamed { logprobs, parser: self.parser(), calls: 0 }));
+            self.streamed.push(Some(Streamed { logprobs, parser: self.parser.clone(), calls: 0 }));
         }
     }
 
     /// The deltas that `text` adds to a sample, whose last text it is if `is_last`.
-    fn deltas(&mut self, index: usize, text: &str, is_last: bool) -> Vec<MessageDelta<'static>> {
+    fn deltas(&mut self, index: usize, text: String, is_last: bool) -> Vec<MessageDelta<'static>> {
         let Some(streamed) = self.streamed[index].as_mut() else { return Vec::new() };
+        let mut pieces = Vec::new();
+        streamed.parser.push(text, &mut pieces);
+        if is_last {
+            mem::take(&mut streamed.parser).finish(&mut pieces);
+        }
         let mut deltas = Vec::new();
-        match (&mut streamed.parser, &self.options.calling) {
-            (Some(parser), _) => {
-                let mut pieces = Vec::new();
-                parser.push(text, &mut pieces);
-                if is_last && let Some(parser) = streamed.parser.take() {
-                    parser.finish(&mut pieces);
+        for piece in pieces {
+            match (piece, &self.options.calling) {
+                (Piece::Reasoning(text), _) if self.options.includes_reasoning => {
+                    deltas.push(MessageDelta::reasoning(text));
                 }
-                for piece in pieces {
-                    match piece {
-                        Piece::Content(text) => deltas.push(MessageDelta::text(text)),
-                        Piece::Call(call) => {
-                            deltas.push(MessageDelta::begun_call(streamed.calls, self.options.call_id(), call.name));
-                            deltas.push(MessageDelta::arguments(streamed.calls, call.arguments));
-                            streamed.calls += 1;
-                        }
+                (Piece::Reasoning(_), _) => {}
+                (Piece::Call(call), _) => {
+                    deltas.push(MessageDelta::begun_call(streamed.calls, self.options.call_id(), call.name));
+                    deltas.push(MessageDelta::arguments(streamed.calls, call.arguments));
+                    streamed.calls += 1;
+                }
+                (Piece::Content(text), ToolCalling::Named(name)) => {
+                    if streamed.calls == 0 {
+                        deltas.push(MessageDelta::begun_call(0, self.options.call_id(), name.clone()));
+                        streamed.calls = 1;
+                    }
+                    if !text.is_empty() {
+                        deltas.push(MessageDelta::arguments(0, text));
                     }
                 }
+                (Piece::Content(text), _) => deltas.push(MessageDelta::text(text)),
             }
-            (None, ToolCalling::Named(name)) => {
-                if streamed.calls == 0 {
-                    deltas.push(MessageDelta::begun_call(0, self.options.call_id(), name.clone()));
-                    streamed.calls = 1;
-                }
-                if !text.is_empty() {
-                    deltas.push(MessageDelta::arguments(0, text.to_owned()));
-                }
-            }
-            (None, _) => deltas.push(MessageDelta::text(text.to_owned())),
         }
         deltas
     }
@@ -175,7 +200,7 @@ impl ChatWriter {
         &mut self,
         index: usize,
         tokens: &[TokenLogprobs],
-        text: &str,
+        text: String,
         completion: Option<&Completion>,
         out: &mut Outbox,
     ) -> Result<()> {
@@ -202,7 +227,7 @@ impl ChatWriter {
         let count = deltas.len();
         for (i, delta) in deltas.into_iter().enumerate() {
             let end = if i + 1 == count { end.take() } else { None };
-            let token_ids = Some(ids.as_mut().map(std::mem::take));
+            let token_ids = Some(ids.as_mut().map(mem::take));
             let choice = ChunkChoice { index, delta, logprobs: logprobs.take(), token_ids, ..end.unwrap_or_default() };
             self.send(choice, None, out);
         }
@@ -230,7 +255,7 @@ impl Samples for ChatWriter {
     }
 
     fn token(&mut self, (_, sample): (u32, u32), token: &TokenLogprobs, text: String, out: &mut Outbox) -> Result<()> {
-        self.stream(sample as usize, std::slice::from_ref(token), &text, None, out)
+        self.stream(sample as usize, std::slice::from_ref(token), text, None, out)
     }
 
     fn end_sample(
@@ -243,7 +268,7 @@ impl Samples for ChatWriter {
         let stop_reason = self.options.report.stop_reason(completion);
         let text = text + self.options.report.ending(stop_reason.as_ref());
         let tokens = last.map_or(&[][..], std::slice::from_ref);
-        self.stream(completion.sample_index as usize, tokens, &text, Some(completion), out)
+        self.stream(completion.sample_index as usize, tokens, text, Some(completion), out)
     }
 
     fn keep_sample(&mut self, completion: Completion) -> Result<()> {
@@ -253,22 +278,20 @@ impl Samples for ChatWriter {
         let stop_reason = report.stop_reason(&completion);
         let mut text = completion.text.clone().unwrap_or_default();
         text.push_str(report.ending(stop_reason.as_ref()));
-        let (content, tool_calls) = self.message(text);
+        let mut pieces = Vec::new();
+        let mut parser = self.parser.clone();
+        parser.push(text, &mut pieces);
+        parser.finish(&mut pieces);
+        let message = self.options.message(pieces);
         let tokens = &completion.tokens;
         let choice = ChatChoice {
             index: completion.sample_index as usize,
             logprobs: report.logprobs.map(|top| report.chat_logprobs_writer().write(tokens, report.mode, top)),
-            finish_reason: self.ended(&completion, !tool_calls.is_empty()),
+            finish_reason: self.ended(&completion, !message.tool_calls.is_empty()),
             stop_reason,
             token_ids: report.returns_ids.then(|| tokens.iter().map(|token| token.token).collect()),
             weight_versions: report.versions(&completion),
-            message: Message {
-                role: &self.options.role,
-                content: content
-                    .or_else(|| (tool_calls.is_empty() || self.options.calling.is_forced()).then(String::new)),
-                tool_calls,
-                ..Message::default()
-            },
+            message,
             ..ChatChoice::default()
         };
         self.kept.push(choice.index, &choice, held)
