@@ -36,6 +36,8 @@ pub struct SamplingParams {
     pub stop_token_ids: Vec<TokenId>,
     /// Texts that end a sample; none is empty.
     pub stop_strings: Vec<String>,
+    /// The limit on the model's reasoning, if there is one.
+    pub thinking: Option<ThinkingBudget>,
     /// Number of most likely tokens that are reported beside each sampled or scored one, with its rank; 0 for none.
     pub top_logprobs: u32,
     /// The distribution of `top_logprobs` beside sampled tokens; beside scored ones it is always the raw one.
@@ -59,6 +61,7 @@ impl Default for SamplingParams {
             eos_token_ids: Vec::new(),
             stop_token_ids: Vec::new(),
             stop_strings: Vec::new(),
+            thinking: None,
             top_logprobs: 0,
             top_logprobs_of: Distribution::Raw,
         }
@@ -86,6 +89,17 @@ impl SamplingParams {
     pub fn needs_history(&self) -> bool {
         self.repetition_penalty != 1.0 || self.presence_penalty != 0.0 || self.frequency_penalty != 0.0
     }
+}
+
+/// A limit on the tokens of the model's reasoning.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct ThinkingBudget {
+    /// Most tokens between the two marks. After so many the sample gets the mark that closes the reasoning, undrawn.
+    pub tokens: u32,
+    /// The token that opens the reasoning.
+    pub open: TokenId,
+    /// The token that closes it.
+    pub close: TokenId,
 }
 
 /// The reason why a sample ended.

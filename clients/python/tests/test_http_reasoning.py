@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import subprocess
 
+import numpy as np
 import openai
 import pytest
 
-from rollout_client import ServerProcess
+from rollout_client import InvalidArgument, SamplingParams, ServerProcess
 from scripted import PREFERRED, write_scripted
-from serving import SMALL_CACHE
+from serving import FIXTURES, SMALL_CACHE
 from test_http_tools import TOOLS
 from vllm_answers import ask, events
 
@@ -51,9 +52,14 @@ def model(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def address(binary, model):
+def server(binary, model):
     with ServerProcess(binary, model[0], [*SMALL_CACHE, "--mem-util", "0.2"]) as server:
-        yield server.http_address
+        yield server
+
+
+@pytest.fixture
+def address(server):
+    return server.http_address
 
 
 def body(model, name, **members):
@@ -186,6 +192,66 @@ def test_openais_package(address, model):
         assert "".join(delta.content or "" for delta in deltas) == message.content
         history = [*QUESTION, message.model_dump(), *QUESTION]
         assert ai.chat.completions.create(**request | {"messages": history}).choices[0].message.content
+
+
+def test_the_budget_closes_the_reasoning(server, address, model):
+    open_, first, second, close, answer = (model[1]["marked"] + i for i in range(5))
+    start, opened = model[1]["opened"], {"chat_template_kwargs": {"opens": True}}
+    for budget, members, ids, expected in (
+        (-1, {}, [open_, first, second, close, answer], SPLIT["marked"]),
+        (2, {}, [open_, first, second, close, answer], SPLIT["marked"]),
+        (1, {}, [open_, first, close, answer], ("\nOne and", "\n\nThree.", [])),
+        (0, {}, [open_, close, answer], (None, "\n\nThree.", [])),
+        # The line feed behind the prompt's mark counts.
+        (2, opened, [start, close, answer], (" One plus two.\n</th", "\n\nThree.", [])),
+        (1, opened, [close, answer], (None, "\n\nThree.", [])),
+    ):
+        name = "opened" if members else "marked"
+        request = body(model, name, logprobs=True, return_token_ids=True, thinking_token_budget=budget, **members)
+        answered = ask(address, "POST", CHAT, request | {"n": 2}).body
+        for choice in answered["choices"]:
+            assert (choice["token_ids"][:-1], parts(choice)) == (ids, expected), (budget, members)
+        found, _, streamed_ids, logprobs = streamed(address, request)
+        assert (found, streamed_ids[:-1]) == (expected, ids) and logprobs == choice["logprobs"]["content"]
+        # The forced token has the policy's own log-probability, as each other one.
+        sequence = answered["prompt_token_ids"] + streamed_ids
+        scored = server.client.score([sequence])[0].raw_logprobs[-len(streamed_ids) :]
+        assert [np.float32(entry["logprob"]) for entry in logprobs] == list(scored)
+
+
+def test_the_budget_is_the_same_on_every_route(server, address, model):
+    open_, first, _, close, answer = (model[1]["marked"] + i for i in range(5))
+    prompt = ask(address, "POST", "/tokenize", {"messages": QUESTION}).body["tokens"]
+    chosen = {"max_tokens": 4, "temperature": 1.0, "seed": 7, "logit_bias": {str(open_): 4 * PREFERRED}}
+    chosen |= {"thinking_token_budget": 1}
+    ids = [open_, first, close, answer]
+    completed = ask(address, "POST", "/v1/completions", {"prompt": prompt, "return_token_ids": True, **chosen}).body
+    assert completed["choices"][0]["token_ids"] == ids
+    generated = ask(address, "POST", "/inference/v1/generate", {"token_ids": prompt, "sampling_params": chosen}).body
+    assert generated["choices"][0]["token_ids"] == ids
+    chosen["logit_bias"] = {open_: 4 * PREFERRED}
+    sample = server.client.generate([prompt], sampling=SamplingParams(**chosen))[0].samples[0]
+    assert sample.token_ids == ids
+    assert sample.logprobs[2] == pytest.approx(sample.raw_logprobs[2], abs=1e-3) and sample.raw_logprobs[2] < -30
+    rendered = ask(address, "POST", f"{CHAT}/render", {"messages": QUESTION, "thinking_token_budget": 3}).body
+    assert rendered["sampling_params"]["thinking_token_budget"] == 3
+
+
+def test_a_wrong_budget_is_named(server, address, binary):
+    for members, param in (
+        ({"thinking_token_budget": -2}, "thinking_token_budget"),
+        ({"thinking_token_budget": True}, "thinking_token_budget"),
+        ({"thinking_token_budget": 1, "structured_outputs": {"regex": "a"}}, "thinking_token_budget"),
+        ({"thinking_token_budget": 1, "allowed_token_ids": [1]}, "allowed_token_ids"),
+    ):
+        refused = ask(address, "POST", CHAT, {"messages": QUESTION, **members})
+        assert (refused.status, refused.body["error"]["param"]) == (400, param), refused.body
+    with pytest.raises(InvalidArgument, match=r"sampling\.thinking_token_budget: has no meaning in Score"):
+        server.client.score([[1, 2]], sampling=SamplingParams(thinking_token_budget=1))
+    with ServerProcess(binary, FIXTURES / "llama", [*SMALL_CACHE, "--mem-util", "0.2"]) as other:
+        budget = SamplingParams(thinking_token_budget=1)
+        with pytest.raises(InvalidArgument, match=r"sampling\.thinking_token_budget: .* does not have <think>"):
+            other.client.generate([[1, 2]], sampling=budget)
 
 
 @pytest.mark.parametrize("parser", ["none", "deepseek_r1", "qwen3"])

@@ -45,6 +45,7 @@ def test_generate_sends_every_argument(call, echo):
         stop=["\n\n", "stop"],
         ignore_eos=True,
         seed=2**64 - 1,
+        thinking_token_budget=0,
     )
     chat = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi"}]
     out = call(
@@ -90,6 +91,7 @@ def test_generate_sends_every_argument(call, echo):
                 "stop": ["\n\n", "stop"],
                 "ignore_eos": True,
                 "seed": 2**64 - 1,
+                "thinking_token_budget": 0,
             },
             top_logprobs=5,
             top_logprobs_of=2,

@@ -35,6 +35,11 @@ impl ReasoningFormat {
         [OPEN, CLOSE].into_iter().filter_map(|mark| tokenizer.token_to_id(mark)).all(|mark| !tokenizer.is_special(mark))
     }
 
+    /// The tokens that open and close reasoning; None if a mark is not a token of its own.
+    pub fn marks(tokenizer: &Tokenizer) -> Option<(TokenId, TokenId)> {
+        tokenizer.token_to_id(OPEN).zip(tokenizer.token_to_id(CLOSE))
+    }
+
     /// Whether a call of a tool ends the reasoning.
     pub fn ends_at_calls(self) -> bool {
         self != Self::DeepSeekR1

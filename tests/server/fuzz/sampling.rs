@@ -92,6 +92,7 @@ pub fn params(dice: &mut Dice) -> pb::SamplingParams {
         ignore_eos: dice.coin(),
         seed: dice.maybe(Dice::u64),
         structured_outputs: if dice.one_in(4) { Some(structured(dice)) } else { None },
+        thinking_token_budget: if dice.one_in(8) { Some(dice.u32()) } else { None },
         ..distribution(dice)
     }
 }

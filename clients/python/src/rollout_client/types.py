@@ -14,10 +14,9 @@ import numpy as np
 import numpy.typing as npt
 
 ChatMessage = Mapping[str, Any]
-"""One message of a chat prompt, in the form of OpenAI's API and of chat templates: `role`, `content` (text, None or a
-list of text parts), and other keys that the model's template uses (`tool_calls`, `tool_call_id`, `name`,
-`reasoning_content`). Message objects of the `openai` package work too, in a `Chat` or after a first message that is a
-dict."""
+"""One message of a chat prompt, as in OpenAI's API and chat templates: `role`, `content` (text, None or a list of text
+parts), and other keys that the template uses (`tool_calls`, `tool_call_id`, `name`, `reasoning_content`). Message
+objects of the `openai` package work too, in a `Chat` or after a first message that is a dict."""
 
 
 @dataclass(frozen=True)
@@ -121,6 +120,8 @@ class SamplingParams:
     `SamplingInput` explains seeds in a list of parameters."""
     structured_outputs: StructuredOutputs | None = None
     """A constraint on the text; None allows any text."""
+    thinking_token_budget: int | None = None
+    """Tokens of reasoning after which the token `</think>` follows without a draw; None does not limit it."""
 
 
 SamplingInput = SamplingParams | Sequence[SamplingParams] | None
@@ -223,9 +224,8 @@ class TokenDelta:
     text: str | None
     """Text that these tokens complete; may be empty, as in the middle of a character. None without `return_text`."""
     top_logprobs: list[TopLogprobs]
-    """As in `Sample`."""
     ranks: list[int]
-    """As in `Sample`."""
+    """Both as in `Sample`."""
 
 
 @dataclass(frozen=True)

@@ -74,6 +74,7 @@ fn wrong_request_fields_are_refused() {
     });
     check("top_logprobs", "101 is more than 100", |r| r.top_logprobs = 101);
     check("sampling.structured_outputs", "no tokenizer", |r| sampling(r).structured_outputs = Some(Default::default()));
+    check("sampling.thinking_token_budget", "no tokenizer", |r| sampling(r).thinking_token_budget = Some(1));
     check("top_logprobs_of", "3 is not a Distribution", |r| r.top_logprobs_of = 3);
     check("return_text", "no tokenizer", |r| r.return_text = true);
     check("if_weight_version", "1 is below min_weight_version 2", |r| {
@@ -181,6 +182,7 @@ fn every_field_arrives() {
             ignore_eos: true,
             seed: Some(u64::MAX),
             structured_outputs: None,
+            thinking_token_budget: None,
         }),
         top_logprobs: 100,
         top_logprobs_of: pb::Distribution::Processed.into(),
@@ -206,6 +208,7 @@ fn every_field_arrives() {
         eos_token_ids: Vec::new(),
         stop_token_ids: vec![6, 8],
         stop_strings: Vec::new(),
+        thinking: None,
         top_logprobs: 100,
         top_logprobs_of: Distribution::Processed,
     };

@@ -62,6 +62,8 @@ members! {
         pub(super) structured_outputs: Box<RawValue>,
         /// Whether special tokens are left out of the text. Only true is supported (default: true).
         skip_special_tokens: bool,
+        /// Tokens of reasoning after which `</think>` follows without a draw; -1 allows any number (default: -1).
+        thinking_token_budget: i64,
         /// Report the log-probabilities of the prompt's tokens, with those of this many most likely ones.
         pub(super) prompt_logprobs: u32,
         /// Report the ids of the prompt's and the sample's tokens (default: false).
@@ -89,8 +91,8 @@ members! {
         time_limit_seconds: f64,
     } rejects [
         "best_of", "use_beam_search", "length_penalty", "bad_words", "logits_processors", "logprob_token_ids",
-        "guided_json", "guided_regex", "guided_choice", "guided_grammar", "thinking_token_budget",
-        "repetition_detection", "prompt_embeds", "suffix", "vllm_xargs"
+        "guided_json", "guided_regex", "guided_choice", "guided_grammar", "repetition_detection", "prompt_embeds",
+        "suffix", "vllm_xargs"
     ];
 }
 
@@ -202,6 +204,7 @@ impl Sampling {
             ignore_eos: self.ignore_eos.unwrap_or(false),
             seed: self.seed.map(i64::cast_unsigned),
             structured_outputs: structured(self.structured_outputs.as_deref(), self.response_format.as_deref())?,
+            thinking_token_budget: self.thinking_token_budget.map_or(Ok(None), thinking_budget)?,
         };
         Ok(pb::GenerateRequest {
             request_id: self.request_id.unwrap_or_default(),
@@ -218,5 +221,14 @@ impl Sampling {
             min_weight_version: self.min_weight_version,
             time_limit_seconds: self.time_limit_seconds,
         })
+    }
+}
+
+/// The limit on reasoning that the member asks for.
+fn thinking_budget(given: i64) -> Result<Option<u32>> {
+    match u32::try_from(given) {
+        Ok(tokens) => Ok(Some(tokens)),
+        Err(_) if given == -1 => Ok(None),
+        Err(_) => Err(Error::invalid("thinking_token_budget", format!("{given} is neither -1 nor a count of tokens"))),
     }
 }

@@ -51,6 +51,8 @@ struct RenderedSampling {
     min_tokens: Option<u32>,
     #[serde(skip_serializing_if = "Option::is_none")]
     structured_outputs: Option<RenderedGrammar>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    thinking_token_budget: Option<u32>,
 }
 
 /// The grammar of the text.
@@ -112,6 +114,7 @@ pub(in crate::server::http) async fn render(
             max_tokens: params.max_tokens,
             min_tokens: (params.min_tokens > 0).then_some(params.min_tokens),
             structured_outputs: grammar.map(RenderedGrammar::from),
+            thinking_token_budget: params.thinking.map(|budget| budget.tokens),
         },
         model: options.report.model,
         stream: options.report.is_stream,
