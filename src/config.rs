@@ -61,6 +61,11 @@ pub struct Config {
     #[arg(long, help_heading = "Model", env = "ROLLOUT_CHAT_TEMPLATE", value_name = "FILE")]
     pub chat_template: Option<PathBuf>,
 
+    /// Format of the reasoning that chats over HTTP report apart from the answer: auto finds it from the chat template,
+    /// none leaves it in the answer.
+    #[arg(long, help_heading = "Model", env = "ROLLOUT_REASONING_PARSER", value_enum, default_value_t = ReasoningChoice::Auto)]
+    pub reasoning_parser: ReasoningChoice,
+
     /// Type of weights and KV cache; auto takes the checkpoint's (bfloat16 for float16 and quantised checkpoints).
     #[arg(long, help_heading = "Model", env = "ROLLOUT_DTYPE", value_enum, default_value_t = DTypeChoice::Auto)]
     pub dtype: DTypeChoice,
@@ -349,6 +354,18 @@ pub enum DTypeChoice {
     Auto,
     Bfloat16,
     Float32,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub enum ReasoningChoice {
+    /// Text that `<think>` opens, in the prompt or in the answer, if the chat template has such marks.
+    Auto,
+    None,
+    /// All text before `</think>`.
+    #[value(name = "deepseek_r1", alias = "deepseek-r1")]
+    DeepseekR1,
+    /// All text before `</think>` or before a call of a tool.
+    Qwen3,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]

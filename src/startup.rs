@@ -15,7 +15,7 @@ use serde_json::Value as Json;
 use crate::cache::KvCacheManager;
 use crate::clock::Clock;
 use crate::comm::Trainers;
-use crate::config::{Config, DTypeChoice, GraphsChoice, SpeculationChoice};
+use crate::config::{Config, DTypeChoice, GraphsChoice, ReasoningChoice, SpeculationChoice};
 use crate::engine::{COMMAND_QUEUE, Engine, EngineHandle, Setup};
 use crate::error::{Error, Result};
 use crate::model::config::ModelConfig;
@@ -23,7 +23,7 @@ use crate::model::{Build, Decoder, Parameterized};
 use crate::observe::{Observer, Recorder};
 use crate::scheduler::{Scheduler, SchedulerConfig, Speculation};
 use crate::server::{ModelFacts, PromptEncoder, ServingContext, pb};
-use crate::text::{ChatTemplate, Tokenizer, read_tokenizer_config, tokenizer_info};
+use crate::text::{ChatTemplate, ReasoningFormat, Tokenizer, read_tokenizer_config, tokenizer_info};
 use crate::weights::{
     BROADCAST_BUFFER_BYTES, Checkpoint, Dtype, ModelFiles, ModelSource, Parameters, Partition, Sources, TokenizerFiles,
     largest_broadcast,
@@ -51,7 +51,36 @@ fn open_encoder(files: &TokenizerFiles, config: &Config) -> Result<Option<(Arc<P
         );
     }
     let info = tokenizer_info(tokenizer_config, chat_template.as_ref().map(ChatTemplate::source)).to_string();
-    Ok(tokenizer.map(|tokenizer| (Arc::new(PromptEncoder::new(Arc::new(tokenizer), chat_template)), info)))
+    let Some(tokenizer) = tokenizer else { return Ok(None) };
+    let reasoning = reasoning_format(config.reasoning_parser, &tokenizer, chat_template.as_ref())?;
+    Ok(Some((Arc::new(PromptEncoder::new(Arc::new(tokenizer), chat_template, reasoning)), info)))
+}
+
+/// The format of the model's reasoning; `None` if chats do not report it apart from the answer.
+///
+/// # Errors
+/// `Config` if the texts do not have the marks of the format that `--reasoning-parser` names.
+fn reasoning_format(
+    choice: ReasoningChoice,
+    tokenizer: &Tokenizer,
+    template: Option<&ChatTemplate>,
+) -> Result<Option<ReasoningFormat>> {
+    let (name, format) = match choice {
+        ReasoningChoice::Auto => {
+            let found = template.and_then(ChatTemplate::reasoning_format);
+            return Ok(found.filter(|_| ReasoningFormat::has_marks(tokenizer)));
+        }
+        ReasoningChoice::None => return Ok(None),
+        ReasoningChoice::DeepseekR1 => ("deepseek_r1", ReasoningFormat::DeepSeekR1),
+        ReasoningChoice::Qwen3 => ("qwen3", ReasoningFormat::Qwen3),
+    };
+    match ReasoningFormat::has_marks(tokenizer) {
+        true => Ok(Some(format)),
+        false => Err(Error::Config(format!(
+            "--reasoning-parser {name}: <think> and </think> are special tokens of this model, which texts leave out; \
+             use --reasoning-parser none"
+        ))),
+    }
 }
 
 /// The sizes, precisions and devices that all ranks share.

@@ -117,7 +117,7 @@ fn sampling_task(task: &LogitsTask) -> SamplingTask<'_> {
         history: task.history.as_ref().map(|history| (&*history.prompt, &*history.output)),
         seed: task.seed,
         output_index: task.output_index,
-        target: task.target,
+        target: task.target.or(task.forced),
         top_logprobs: params.top_logprobs,
         logprobs_of: if task.target.is_none() { &params.logprob_token_ids[..] } else { &[] },
         top_of: if task.target.is_none() { params.top_logprobs_of } else { Distribution::Raw },

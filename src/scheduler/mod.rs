@@ -46,6 +46,7 @@ mod sequence;
 mod speculation;
 mod stop;
 mod suspend;
+mod thinking;
 mod update;
 
 use std::collections::{BTreeMap, HashMap};

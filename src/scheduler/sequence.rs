@@ -2,6 +2,7 @@
 
 use std::sync::Arc;
 
+use super::thinking::Thinking;
 use super::{Group, GroupKind};
 use crate::cache::{BlockTable, CacheSalt, HashChain, KvCacheManager};
 use crate::grammar::GrammarState;
@@ -35,6 +36,8 @@ pub(super) struct Sequence {
     pub outputs: Vec<TokenId>,
     /// The state of its grammar, if it has one: a function of `outputs`, which preemption keeps.
     pub grammar: Option<Box<GrammarState>>,
+    /// How much of its budget its reasoning has used, if there is one: a function of all tokens.
+    pub thinking: Option<Thinking>,
     /// The last output, while the mask after it is being computed elsewhere; `grammar` is there too.
     pub pending: Option<PendingToken>,
     pub num_computed: usize,
@@ -74,6 +77,10 @@ impl Sequence {
         assert!(!seeds.is_empty(), "{:?} has no samples", group.key);
         let unforked = seeds.split_off(1);
         let hashes = HashChain::of(group.salt, &group.prompt.tokens, &group.prompt.media, block_size);
+        let thinking = group
+            .params
+            .thinking
+            .map(|budget| Thinking::new(budget, &group.prompt.tokens, &group.params.eos_token_ids));
         Self {
             key: SampleKey { group: group.key, sample_index: 0 },
             prompt: group.prompt,
@@ -84,6 +91,7 @@ impl Sequence {
             salt: group.salt,
             outputs: Vec::new(),
             grammar: group.grammar.map(|grammar| Box::new(grammar.start())),
+            thinking,
             pending: None,
             num_computed: 0,
             table: BlockTable::default(),
@@ -108,6 +116,7 @@ impl Sequence {
             salt: self.salt,
             outputs: self.outputs.clone(),
             grammar: self.grammar.clone(),
+            thinking: self.thinking,
             pending: None,
             num_computed: self.num_computed,
             table,
@@ -210,6 +219,7 @@ impl Sequence {
             seed,
             output_index: self.outputs.len() as u32,
             target,
+            forced: self.thinking.filter(|_| target.is_none()).and_then(|thinking| thinking.forced()),
             history: with_history.then(history),
             mask: self.grammar.as_ref().filter(|_| target.is_none()).map(|grammar| grammar.mask().clone()),
             bad: if target.is_none() { self.params.bad_after(&self.outputs, &[]) } else { Vec::new() },

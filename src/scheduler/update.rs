@@ -130,6 +130,9 @@ impl Scheduler {
     ) -> Appended {
         let token = logprobs.token;
         sequence.outputs.push(token);
+        if let Some(thinking) = &mut sequence.thinking {
+            thinking.push(token);
+        }
         let (num_outputs, prompt_len) = (sequence.outputs.len(), sequence.prompt.tokens.len());
         let finish = stop_reason(&sequence.params, token, num_outputs, prompt_len, self.config.max_model_len);
         let advanced = match &mut sequence.grammar {

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use crate::error::{Error, Result};
 use crate::grammar::GrammarCompiler;
 use crate::memory::{Charge, Traffic};
-use crate::text::{ChatTemplate, Conversation, Tokenizer};
+use crate::text::{ChatTemplate, Conversation, ReasoningFormat, Tokenizer};
 use crate::types::TokenId;
 
 /// Most bytes that encoding takes for a byte of text. Random letters, each of them a token, took 250.
@@ -15,13 +15,19 @@ const ENCODING: u64 = 256;
 pub struct PromptEncoder {
     pub tokenizer: Arc<Tokenizer>,
     pub(super) chat_template: Option<ChatTemplate>,
+    /// The format of the reasoning that chats over HTTP report apart from the answer.
+    pub(super) reasoning: Option<ReasoningFormat>,
     /// Compiles the grammars of structured output.
     pub(super) grammars: GrammarCompiler,
 }
 
 impl PromptEncoder {
-    pub fn new(tokenizer: Arc<Tokenizer>, chat_template: Option<ChatTemplate>) -> Self {
-        Self { grammars: GrammarCompiler::new(tokenizer.clone()), tokenizer, chat_template }
+    pub fn new(
+        tokenizer: Arc<Tokenizer>,
+        chat_template: Option<ChatTemplate>,
+        reasoning: Option<ReasoningFormat>,
+    ) -> Self {
+        Self { grammars: GrammarCompiler::new(tokenizer.clone()), tokenizer, chat_template, reasoning }
     }
 
     /// Compiles the grammar of JSON objects, for a model with `logits` logits in a row.

@@ -16,6 +16,7 @@ use time::OffsetDateTime;
 use time::format_description::parse_strftime_borrowed;
 
 use super::gguf;
+use super::reasoning::ReasoningFormat;
 use super::tool_calls::ToolFormat;
 use crate::error::{Error, Result};
 use crate::memory::{Charge, Traffic};
@@ -60,6 +61,7 @@ pub struct ChatTemplate {
     /// Whether it renders the parts of a content that is a list. Other templates expect a text.
     takes_parts: bool,
     tool_format: Option<ToolFormat>,
+    reasoning_format: Option<ReasoningFormat>,
 }
 
 impl ChatTemplate {
@@ -73,8 +75,9 @@ impl ChatTemplate {
         environment.add_function("strftime_now", strftime_now);
         environment.add_filter("tojson", tojson::tojson);
         let (takes_parts, tool_format) = (loops_over_content(&source), ToolFormat::of_template(&source));
+        let reasoning_format = ReasoningFormat::of_template(&source);
         let program = Program::new(NAME, source.clone(), environment)?;
-        Ok(Self { source, program, special_tokens, takes_parts, tool_format })
+        Ok(Self { source, program, special_tokens, takes_parts, tool_format, reasoning_format })
     }
 
     /// Reads the template of a Hugging Face directory: `chat_template.jinja` if there is one, else `chat_template` in
@@ -120,6 +123,11 @@ impl ChatTemplate {
     /// The format in which the template shows tool calls to the model; None if that is not known.
     pub fn tool_format(&self) -> Option<ToolFormat> {
         self.tool_format
+    }
+
+    /// The format of the reasoning that the template expects from the model; None if it expects none.
+    pub fn reasoning_format(&self) -> Option<ReasoningFormat> {
+        self.reasoning_format
     }
 
     /// Renders a conversation to text. Returns the text with the charge for all bytes that the render made.

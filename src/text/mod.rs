@@ -1,8 +1,10 @@
-//! Conversion between text and tokens: tokenizer, chat templates, incremental detokenization, stop strings, tool calls.
+//! Conversion between text and tokens: tokenizer, chat templates, incremental detokenization, stop strings, reasoning,
+//! tool calls.
 
 mod chat_template;
 mod detokenizer;
 mod gguf;
+mod reasoning;
 mod stop;
 mod tokenizer;
 mod tokenizer_info;
@@ -10,6 +12,7 @@ mod tool_calls;
 
 pub use chat_template::{ChatTemplate, Conversation, read_tokenizer_config};
 pub use detokenizer::IncrementalDetokenizer;
+pub use reasoning::{ReasoningFormat, ReasoningParser};
 pub use stop::{StopMatcher, StopStrings};
 pub use tokenizer::Tokenizer;
 pub use tokenizer_info::tokenizer_info;

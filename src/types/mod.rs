@@ -12,7 +12,7 @@ pub use mask::TokenMask;
 pub use plan::{BlockCopy, BlockId, History, LogitsRow, LogitsTask, PlanSequence, StepOutput, StepPlan};
 pub use prompt::{MediaItem, Prompt};
 pub use rollout_kernels::{Distribution, TokenLogprobs};
-pub use sampling::{FinishReason, SamplingParams, sample_seed};
+pub use sampling::{FinishReason, SamplingParams, ThinkingBudget, sample_seed};
 pub use stats::{ENGINE_STATS, EngineStats};
 
 /// Index of a token in the vocabulary.

@@ -59,6 +59,9 @@ pub struct LogitsTask {
     pub output_index: u32,
     /// The token to score; `None` to sample one.
     pub target: Option<TokenId>,
+    /// The token that the sample gets instead of one that is drawn. Its log-probabilities are those that it would have
+    /// if it were drawn. Always `None` if `target` is given.
+    pub forced: Option<TokenId>,
     /// The tokens that penalties count, if the parameters have any. Always `None` if `target` is given: penalties apply
     /// only to tokens that are sampled after the whole prompt.
     pub history: Option<History>,

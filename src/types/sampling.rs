@@ -43,6 +43,8 @@ pub struct SamplingParams {
     pub bad_words: Vec<Vec<TokenId>>,
     /// Whether the text leaves out special tokens.
     pub skip_special_tokens: bool,
+    /// The limit on the model's reasoning, if there is one.
+    pub thinking: Option<ThinkingBudget>,
     /// Number of most likely tokens that are reported beside each sampled or scored one, with its rank; 0 for none.
     pub top_logprobs: u32,
     /// Tokens that are reported beside each sampled one instead of the most likely ones; empty for those.
@@ -70,6 +72,7 @@ impl Default for SamplingParams {
             stop_strings: Vec::new(),
             bad_words: Vec::new(),
             skip_special_tokens: true,
+            thinking: None,
             top_logprobs: 0,
             logprob_token_ids: Arc::default(),
             top_logprobs_of: Distribution::Raw,
@@ -112,6 +115,17 @@ impl SamplingParams {
     pub fn needs_history(&self) -> bool {
         self.repetition_penalty != 1.0 || self.presence_penalty != 0.0 || self.frequency_penalty != 0.0
     }
+}
+
+/// A limit on the tokens of the model's reasoning.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct ThinkingBudget {
+    /// Most tokens between the two marks. After so many the sample gets the mark that closes the reasoning, undrawn.
+    pub tokens: u32,
+    /// The token that opens the reasoning.
+    pub open: TokenId,
+    /// The token that closes it.
+    pub close: TokenId,
 }
 
 /// The reason why a sample ended.

@@ -217,7 +217,7 @@ def test_forced_calls_follow_the_schema(ai, scripted, choice):
 @pytest.mark.parametrize(
     "members, param",
     [
-        ({"tools": TOOLS, "tool_choice": "required", "response_format": {"type": "json_object"}}, "tool_choice"),
+        ({"tools": TOOLS, "tool_choice": "required", "structured_outputs": {"regex": "a"}}, "tool_choice"),
         ({"tools": [{"function": {}}]}, "tools[0].function"),
         ({"tools": TOOLS, "tool_choice": "any"}, "tool_choice"),
         ({"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "mul"}}}, "tool_choice"),

@@ -47,6 +47,7 @@ def test_generate_sends_every_argument(call, echo):
         seed=2**64 - 1,
         skip_special_tokens=False,
         bad_words=["no", " no"],
+        thinking_token_budget=0,
     )
     chat = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi"}]
     out = call(
@@ -95,6 +96,7 @@ def test_generate_sends_every_argument(call, echo):
                 "seed": 2**64 - 1,
                 "skip_special_tokens": False,
                 "bad_words": ["no", " no"],
+                "thinking_token_budget": 0,
             },
             top_logprobs=5,
             top_logprobs_of=2,

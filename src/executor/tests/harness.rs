@@ -328,6 +328,7 @@ pub fn sequence(number: usize, tokens: &[u32], adapter: Option<u64>) -> PlanSequ
         seed: 1,
         output_index: 0,
         target: Some(tokens[(offset + 1) % tokens.len()]),
+        forced: None,
         history: None,
         mask: None,
         bad: Vec::new(),

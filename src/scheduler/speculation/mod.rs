@@ -13,6 +13,8 @@
 //! A draft that the sample's grammar forbids, or whose mask takes long, is not tried, and each row has the mask after
 //! the drafts before it.
 //!
+//! No draft is tried where a token is forced, or before one.
+//!
 //! Drafts are added after everything else is planned, into rows and blocks that are left over.
 
 mod acceptance;
@@ -109,8 +111,13 @@ impl Scheduler {
         for (id, sibling) in self.running.range(siblings.clone()).chain(self.waiting.range(siblings)) {
             index.extend(stream(id.sample_index), &sibling.outputs);
         }
-        let found = index.find(&sequence.context(LONGEST), limit);
-        found.filter(|found| found.tokens.first().is_some_and(|&token| sequence.allows(token))).unwrap_or_default()
+        let Some(mut found) = index.find(&sequence.context(LONGEST), limit) else { return Continuation::default() };
+        if let Some(thinking) = sequence.thinking {
+            found.tokens.truncate(thinking.drawn_after(&found.tokens));
+        }
+        Some(found)
+            .filter(|found| found.tokens.first().is_some_and(|&token| sequence.allows(token)))
+            .unwrap_or_default()
     }
 
     /// Adds drafts to the planned sequence at `place` in the plan, as many as fit into free blocks and its grammar

@@ -171,7 +171,7 @@ fn answer(state: u64, repeated: Option<TokenId>, task: &LogitsTask) -> TokenLogp
         |token: &TokenId| task.params.eos_token_ids.contains(token) || task.params.stop_token_ids.contains(token);
     let masked = task.output_index < task.params.min_tokens;
     let allowed: Vec<TokenId> = (0..VOCAB as TokenId).filter(|token| !(masked && stops(token))).collect();
-    let token = allowed[(choice % allowed.len() as u64) as usize];
+    let token = task.forced.unwrap_or(allowed[(choice % allowed.len() as u64) as usize]);
     TokenLogprobs { token, raw: raw(token), processed: (draw >> 40) as f32, top: vec![], rank: 0 }
 }
 

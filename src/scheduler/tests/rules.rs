@@ -1,5 +1,7 @@
 //! The rules one by one, each in the smallest setting that shows it.
 
+use std::sync::Arc;
+
 use super::harness::*;
 use crate::cache::CacheSalt;
 use crate::error::Error;
@@ -432,4 +434,28 @@ fn giving_up_all_blocks_loses_no_token() {
         harness.results
     });
     assert_eq!(found, expected);
+}
+
+#[test]
+fn reasoning_is_closed_when_its_budget_is_used_up() {
+    for tokens in [0, 1, 3] {
+        let thinking = Some(ThinkingBudget { tokens, open: 3, close: 4 });
+        let mut harness = Harness::new(config(8, 100), 50, BLOCK_SIZE);
+        let params = Arc::new(SamplingParams { max_tokens: 40, thinking, ..SamplingParams::default() });
+        harness.add(vec![Group { params, ..group(key(0, 0), &[1, 3], 3, 40) }]).expect("room");
+        harness.run();
+        let results = &harness.results[&key(0, 0)];
+        for sample in &results.samples {
+            let mut spent = Some(0);
+            for logprobs in &sample.tokens {
+                let is_forced = spent.is_some_and(|spent| spent >= tokens);
+                assert!(!is_forced || logprobs.token == 4, "{tokens}: {:?}", sample.tokens);
+                spent = match (logprobs.token, spent) {
+                    (4, _) => None,
+                    (3, None) => Some(0),
+                    (_, spent) => spent.map(|spent| spent + 1),
+                };
+            }
+        }
+    }
 }

@@ -63,6 +63,7 @@ fn random_params(rng: &mut ChaCha8Rng) -> SamplingParams {
         repetition_penalty: if rng.random_bool(0.3) { 1.5 } else { 1.0 },
         eos_token_ids: if rng.random_bool(0.3) { vec![4] } else { Vec::new() },
         stop_token_ids: if rng.random_bool(0.1) { vec![0, 4] } else { Vec::new() },
+        thinking: rng.random_bool(0.3).then(|| ThinkingBudget { tokens: rng.random_range(0..4), open: 1, close: 2 }),
         ..SamplingParams::default()
     }
 }

@@ -7,7 +7,8 @@ use super::structured::Grammars;
 use super::{ModelFacts, check_ids, check_length, check_most, encoder, pb};
 use crate::engine::PromptSampling;
 use crate::error::{Error, Result};
-use crate::types::{Distribution, SamplingParams, TokenId};
+use crate::text::ReasoningFormat;
+use crate::types::{Distribution, SamplingParams, ThinkingBudget, TokenId};
 
 /// Smallest temperature that is not greedy, and smallest repetition penalty. A float32 logit divided by less is
 /// close to overflowing, and its distribution is the greedy one anyway.
@@ -95,6 +96,7 @@ fn params(p: &pb::SamplingParams, model: &ModelFacts) -> Result<SamplingParams> 
         stop_strings: stop_strings(&p.stop, model)?,
         bad_words: bad_words(&p.bad_words, model)?,
         skip_special_tokens: p.skip_special_tokens.unwrap_or(default.skip_special_tokens),
+        thinking: p.thinking_token_budget.map(|tokens| thinking(tokens, p, model)).transpose()?,
         ..distribution(p, model)?
     };
     check_satisfiable(&params, model)?;
@@ -116,6 +118,7 @@ pub(super) fn for_score(p: &pb::SamplingParams, model: &ModelFacts) -> Result<Sa
         ("ignore_eos", p.ignore_eos),
         ("seed", p.seed.is_some()),
         ("structured_outputs", p.structured_outputs.is_some()),
+        ("thinking_token_budget", p.thinking_token_budget.is_some()),
     ];
     match meaningless.iter().find(|(_, set)| *set) {
         Some((name, _)) => Err(Error::invalid(format!("sampling.{name}"), "has no meaning in Score; leave it unset")),
@@ -184,6 +187,22 @@ fn stop_strings(stop: &[String], model: &ModelFacts) -> Result<Vec<String>> {
         check_length(format_args!("sampling.stop[{i}]"), s, MAX_STOP_STRING_BYTES)?;
     }
     Ok(stop.to_vec())
+}
+
+/// The limit of `tokens` tokens on the model's reasoning.
+fn thinking(tokens: u32, p: &pb::SamplingParams, model: &ModelFacts) -> Result<ThinkingBudget> {
+    let field = "sampling.thinking_token_budget";
+    let tokenizer = &encoder(field, model, "leave it unset")?.tokenizer;
+    let marks = ReasoningFormat::marks(tokenizer).filter(|(_, close)| (*close as usize) < model.vocab_size);
+    let Some((open, close)) = marks else {
+        let message = "this model's tokenizer does not have <think> and </think> as tokens; leave it unset";
+        return Err(Error::invalid(field, message));
+    };
+    let message = "cannot be combined with structured_outputs, which constrain the text from its first token";
+    ensure!(p.structured_outputs.is_none(), field, "{message}");
+    let is_allowed = p.allowed_token_ids.is_empty() || p.allowed_token_ids.contains(&close);
+    ensure!(is_allowed, "sampling.allowed_token_ids", "lacks {close} (</think>), which thinking_token_budget forces");
+    Ok(ThinkingBudget { tokens, open, close })
 }
 
 /// The tokens of the words, by vLLM's rules: each as it is without white space in front, and with a space in front if

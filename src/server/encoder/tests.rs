@@ -13,7 +13,7 @@ fn encoder() -> PromptEncoder {
                     <|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}\
                     {% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}";
     let template = ChatTemplate::new(template.into(), BTreeMap::new()).expect("a template");
-    PromptEncoder::new(Arc::new(tokenizer), Some(template))
+    PromptEncoder::new(Arc::new(tokenizer), Some(template), None)
 }
 
 fn encode_text(encoder: &PromptEncoder, text: &str) -> Result<Vec<TokenId>> {

@@ -35,7 +35,7 @@ impl ToolFormat {
     }
 
     /// The mark that begins a call anywhere in the text.
-    fn mark(self) -> Option<&'static str> {
+    pub fn mark(self) -> Option<&'static str> {
         match self {
             Self::Hermes => Some("<tool_call>"),
             Self::Mistral => Some("[TOOL_CALLS]"),
@@ -78,6 +78,8 @@ pub struct ToolCall {
 /// A parsed part of the text.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Piece {
+    /// Text before the answer, which the parser of reasoning finds.
+    Reasoning(String),
     Content(String),
     Call(ToolCall),
 }

@@ -94,6 +94,7 @@ pub fn params(dice: &mut Dice) -> pb::SamplingParams {
         skip_special_tokens: dice.maybe(Dice::coin),
         bad_words: if dice.one_in(4) { stop_strings(dice) } else { Vec::new() },
         structured_outputs: if dice.one_in(4) { Some(structured(dice)) } else { None },
+        thinking_token_budget: if dice.one_in(8) { Some(dice.u32()) } else { None },
         ..distribution(dice)
     }
 }

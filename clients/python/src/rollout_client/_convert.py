@@ -264,6 +264,8 @@ def _sampling(params: SamplingParams, path: str, scoring: bool = False) -> Any:
         set_field(message, name, value, f"{path}.{name}")
     if params.seed is not None:
         set_field(message, "seed", params.seed, f"{path}.seed")
+    if params.thinking_token_budget is not None:
+        set_field(message, "thinking_token_budget", params.thinking_token_budget, f"{path}.thinking_token_budget")
     if params.structured_outputs is not None:
         _set_structured(message.structured_outputs, params.structured_outputs, f"{path}.structured_outputs")
     if params.allowed_token_ids is not None:

@@ -14,10 +14,9 @@ import numpy as np
 import numpy.typing as npt
 
 ChatMessage = Mapping[str, Any]
-"""One message of a chat prompt, in the form of OpenAI's API and of chat templates: `role`, `content` (text, None or a
-list of text parts), and other keys that the model's template uses (`tool_calls`, `tool_call_id`, `name`,
-`reasoning_content`). Message objects of the `openai` package work too, in a `Chat` or after a first message that is a
-dict."""
+"""One message of a chat prompt, as in OpenAI's API and chat templates: `role`, `content` (text, None or a list of text
+parts), and other keys that the template uses (`tool_calls`, `tool_call_id`, `name`, `reasoning_content`). Message
+objects of the `openai` package work too, in a `Chat` or after a first message that is a dict."""
 
 
 @dataclass(frozen=True)
@@ -123,6 +122,8 @@ class SamplingParams:
     """Whether texts leave out special tokens; `stop` is searched for in the text as it is returned."""
     bad_words: Sequence[str] = ()
     """Texts that are not generated: the last token of a text is not sampled where the output ends with its others."""
+    thinking_token_budget: int | None = None
+    """Tokens of reasoning after which the token `</think>` follows without a draw; None does not limit it."""
 
 
 SamplingInput = SamplingParams | Sequence[SamplingParams] | None
@@ -224,9 +225,8 @@ class TokenDelta:
     text: str | None
     """Text that these tokens complete; may be empty, as in the middle of a character. None without `return_text`."""
     top_logprobs: list[TopLogprobs]
-    """As in `Sample`."""
     ranks: list[int]
-    """As in `Sample`."""
+    """Both as in `Sample`."""
 
 
 @dataclass(frozen=True)

@@ -74,6 +74,7 @@ fn wrong_request_fields_are_refused() {
     });
     check("top_logprobs", "101 is more than 100", |r| r.top_logprobs = 101);
     check("sampling.structured_outputs", "no tokenizer", |r| sampling(r).structured_outputs = Some(Default::default()));
+    check("sampling.thinking_token_budget", "no tokenizer", |r| sampling(r).thinking_token_budget = Some(1));
     check("top_logprobs_of", "3 is not a Distribution", |r| r.top_logprobs_of = 3);
     check("return_text", "no tokenizer", |r| r.return_text = true);
     check("if_weight_version", "1 is below min_weight_version 2", |r| {
@@ -185,6 +186,7 @@ fn every_field_arrives() {
             structured_outputs: None,
             skip_special_tokens: Some(false),
             bad_words: Vec::new(),
+            thinking_token_budget: None,
         }),
         top_logprobs: 100,
         logprob_token_ids: vec![5, 3],
@@ -213,6 +215,7 @@ fn every_field_arrives() {
         stop_strings: Vec::new(),
         bad_words: Vec::new(),
         skip_special_tokens: false,
+        thinking: None,
         top_logprobs: 100,
         logprob_token_ids: [5, 3].into(),
         top_logprobs_of: Distribution::Processed,

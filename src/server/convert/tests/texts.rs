@@ -22,7 +22,7 @@ fn model() -> ModelFacts {
 }
 
 fn model_with(tokenizer: Tokenizer, template: Option<ChatTemplate>) -> ModelFacts {
-    let encoder = PromptEncoder::new(Arc::new(tokenizer), template);
+    let encoder = PromptEncoder::new(Arc::new(tokenizer), template, None);
     ModelFacts {
         vocab_size: 513,
         max_model_len: 16,

@@ -9,7 +9,7 @@ use crate::engine::{Completion, Summary, ValidRequest};
 use crate::error::Result;
 use crate::memory::Traffic;
 use crate::server::http::openai::answers::{StopReason, finish_reason};
-use crate::server::http::openai::chat::{COPIES, ChatOptions, MessagePart, MessageReader, WholeCall};
+use crate::server::http::openai::chat::{COPIES, ChatOptions, MessagePart, MessageReader, WholeCall, WholeMessage};
 use crate::server::http::{FinishedSamples, HttpError, Outbox, Samples, json, named_event};
 use crate::types::TokenLogprobs;
 
@@ -42,7 +42,7 @@ impl MessageWriter {
             id: format!("msg_{}", request.request_id),
             prompt_tokens,
             kept: FinishedSamples::new(samples, options.sample_bytes(), traffic),
-            reader: MessageReader::new(&options),
+            reader: MessageReader::new(&options, None),
             options,
             ending: MessageEnding::default(),
             has_begun: false,
@@ -75,8 +75,8 @@ impl MessageWriter {
         self.begin(out);
         for part in self.reader.read(&self.options, text, is_last) {
             match part {
-                MessagePart::Content(text) if text.is_empty() => {}
-                MessagePart::Content(text) => {
+                MessagePart::Reasoning(text) | MessagePart::Content(text) if text.is_empty() => {}
+                MessagePart::Reasoning(text) | MessagePart::Content(text) => {
                     if self.open != Some(OpenBlock::Text) {
                         self.open(OpenBlock::Text, ContentBlock::Text { text: String::new() }, out);
                     }
@@ -155,7 +155,7 @@ impl Samples for MessageWriter {
     fn keep_sample(&mut self, completion: Completion) -> Result<()> {
         let held = self.kept.hold(COPIES * completion.text.as_ref().map_or(0, String::len))?;
         let text = self.whole(&completion, completion.text.clone().unwrap_or_default());
-        let (content, calls) = MessageReader::read_whole(&self.options, &text);
+        let WholeMessage { content, calls, .. } = self.reader.clone().read_whole(&self.options, &text);
         let mut blocks: Vec<_> =
             content.filter(|text| !text.is_empty()).map(|text| ContentBlock::Text { text }).into_iter().collect();
         let texts = blocks.len();

@@ -47,7 +47,7 @@ pub(in crate::server::http) struct Report {
     includes_stop: bool,
     stop: Vec<String>,
     skips_special: bool,
-    tokenizer: Option<Arc<Tokenizer>>,
+    pub(super) tokenizer: Option<Arc<Tokenizer>>,
 }
 
 /// The stop string or stop token that ended a sample.

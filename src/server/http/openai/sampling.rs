@@ -57,13 +57,15 @@ members! {
         /// The grammar of the text: an object with `json` (a schema), `regex`, `choice`, `grammar` (Lark) or
         /// `json_object`.
         #[schema(value_type = Option<serde_json::Value>)]
-        structured_outputs: Box<RawValue>,
+        pub(super) structured_outputs: Box<RawValue>,
         /// Texts that are not generated.
         bad_words: Vec<String>,
         /// Whether special tokens are left out of the text (default: true).
         pub(super) skip_special_tokens: bool,
         /// No effect: the tokenizers that are supported write no spaces between special tokens.
         spaces_between_special_tokens: bool,
+        /// Tokens of reasoning after which `</think>` follows without a draw; -1 allows any number (default: -1).
+        thinking_token_budget: i64,
         /// Report the log-probabilities of the prompt's tokens, with those of this many most likely ones; -1 is all.
         pub(super) prompt_logprobs: i32,
         /// Report the log-probabilities of these tokens beside each sampled one, instead of the most likely ones.
@@ -96,7 +98,7 @@ members! {
     } rejects [
         "best_of", "use_beam_search", "length_penalty", "logits_processors", "prompt_logprob_token_ids",
         "prompt_logprob_start", "guided_json", "guided_regex", "guided_choice", "guided_grammar",
-        "thinking_token_budget", "repetition_detection", "prompt_embeds", "suffix", "vllm_xargs"
+        "repetition_detection", "prompt_embeds", "suffix", "vllm_xargs"
     ];
 }
 
@@ -259,6 +261,7 @@ impl Sampling {
             structured_outputs: structured(self.structured_outputs.as_deref(), self.response_format.as_deref())?,
             skip_special_tokens: self.skip_special_tokens,
             bad_words: self.bad_words.unwrap_or_default(),
+            thinking_token_budget: self.thinking_token_budget.map_or(Ok(None), thinking_budget)?,
         };
         Ok(pb::GenerateRequest {
             request_id: self.request_id.unwrap_or_default(),
@@ -276,5 +279,14 @@ impl Sampling {
             min_weight_version: self.min_weight_version,
             time_limit_seconds: self.time_limit_seconds,
         })
+    }
+}
+
+/// The limit on reasoning that the member asks for.
+fn thinking_budget(given: i64) -> Result<Option<u32>> {
+    match u32::try_from(given) {
+        Ok(tokens) => Ok(Some(tokens)),
+        Err(_) if given == -1 => Ok(None),
+        Err(_) => Err(Error::invalid("thinking_token_budget", format!("{given} is neither -1 nor a count of tokens"))),
     }
 }

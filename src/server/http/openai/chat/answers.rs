@@ -48,7 +48,7 @@ pub(super) struct ChatChoice<'a> {
 #[derive(Default, Serialize, ToSchema)]
 pub(super) struct Message<'a> {
     pub(super) role: &'a str,
-    /// Null if there is nothing but tool calls.
+    /// Null if there is nothing but reasoning or tool calls.
     pub(super) content: Option<String>,
     pub(super) refusal: Null,
     pub(super) annotations: Null,
@@ -56,7 +56,11 @@ pub(super) struct Message<'a> {
     pub(super) function_call: Null,
     #[serde(skip_serializing_if = "Vec::is_empty")]
     pub(super) tool_calls: Vec<Call>,
-    pub(super) reasoning: Null,
+    /// The model's reasoning before the answer, if it is reported apart.
+    pub(super) reasoning: Option<String>,
+    /// The same, under its former name; absent if there is none.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(super) reasoning_content: Option<String>,
 }
 
 /// A call of a tool, or in a stream a part of one.
@@ -115,12 +119,20 @@ pub(super) struct MessageDelta<'a> {
     #[serde(skip_serializing_if = "Option::is_none")]
     pub(super) content: Option<Option<String>>,
     #[serde(skip_serializing_if = "Option::is_none")]
+    pub(super) reasoning: Option<String>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(super) reasoning_content: Option<String>,
+    #[serde(skip_serializing_if = "Option::is_none")]
     pub(super) tool_calls: Option<[Call; 1]>,
 }
 
 impl MessageDelta<'_> {
     pub(super) fn text(text: String) -> Self {
         Self { content: Some(Some(text)), ..Self::default() }
+    }
+
+    pub(super) fn reasoning(text: String) -> Self {
+        Self { reasoning: Some(text.clone()), reasoning_content: Some(text), ..Self::default() }
     }
 
     /// The first part of the call with this number.

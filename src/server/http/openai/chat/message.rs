@@ -1,16 +1,18 @@
-//! The message that a sample is: its content and its calls of tools, found in the text while it arrives. Each protocol
-//! writes the parts in its own shape.
+//! The message that a sample is: its reasoning, its content and its calls of tools, found in the text while it arrives.
+//! Each protocol writes the parts in its own shape.
 
 use rand::distr::{Alphanumeric, SampleString as _};
 
+use super::parser::MessageParser;
 use super::tools::ToolCalling;
 use crate::server::http::openai::answers::Report;
-use crate::text::{Piece, ToolFormat, ToolParser};
+use crate::text::{Piece, ReasoningFormat, ReasoningParser, ToolFormat, ToolParser};
+use crate::types::Prompt;
 
 /// Bytes that are kept for each sample until the answer is sent, besides the names of the tools.
 const SAMPLE: usize = 512;
-/// Most copies of a sample's text while it is searched for calls.
-pub(in crate::server::http) const COPIES: usize = 4;
+/// Most copies of a sample's text while it is searched for reasoning and calls.
+pub(in crate::server::http) const COPIES: usize = 6;
 
 /// The options of a chat's answer.
 pub(in crate::server::http) struct ChatOptions {
@@ -22,6 +24,11 @@ pub(in crate::server::http) struct ChatOptions {
     pub(super) calling: ToolCalling,
     /// Whether calls have names of nine letters and digits: Mistral's templates take no others.
     pub(super) has_short_ids: bool,
+    pub(super) reasoning: Option<ReasoningFormat>,
+    /// Whether the message has the reasoning.
+    pub(super) includes_reasoning: bool,
+    /// Whether a grammar constrains the text from its first token.
+    pub(super) is_constrained: bool,
 }
 
 impl ChatOptions {
@@ -42,10 +49,27 @@ impl ChatOptions {
         }
         format!("chatcmpl-tool-{:016x}", rand::random::<u64>())
     }
+
+    /// Finds the calls in a text, and the reasoning in one that follows `prompt`.
+    fn parser(&self, prompt: Option<&Prompt>) -> MessageParser {
+        let (tools, call) = match &self.calling {
+            ToolCalling::Never | ToolCalling::Named(_) => (None, None),
+            ToolCalling::Required { names } => (Some(ToolParser::new(ToolFormat::List, names.clone())), None),
+            ToolCalling::Auto { format, names } => (Some(ToolParser::new(*format, names.clone())), format.mark()),
+        };
+        let tokenizer = self.report.tokenizer.as_deref();
+        let reasoning = self.reasoning.zip(tokenizer).zip(prompt).map(|((format, tokenizer), prompt)| {
+            // A text with a grammar has reasoning only if the grammar has it.
+            let is_open = !self.is_constrained && format.is_open_after(&prompt.tokens, tokenizer);
+            ReasoningParser::new(is_open, call.filter(|_| format.ends_at_calls()))
+        });
+        MessageParser::new(reasoning, tools)
+    }
 }
 
 /// A part of a message, in the order of the text.
 pub(in crate::server::http) enum MessagePart {
+    Reasoning(String),
     Content(String),
     /// The beginning of a call.
     Call {
@@ -54,6 +78,14 @@ pub(in crate::server::http) enum MessagePart {
     },
     /// The next piece of the arguments of the call that began last.
     Arguments(String),
+}
+
+/// A whole message.
+#[derive(Default)]
+pub(in crate::server::http) struct WholeMessage {
+    pub(super) reasoning: Option<String>,
+    pub(in crate::server::http) content: Option<String>,
+    pub(in crate::server::http) calls: Vec<WholeCall>,
 }
 
 /// A call of a tool with all its arguments.
@@ -65,20 +97,17 @@ pub(in crate::server::http) struct WholeCall {
 }
 
 /// Finds the parts of one sample's message.
+#[derive(Clone)]
 pub(in crate::server::http) struct MessageReader {
-    parser: Option<ToolParser>,
+    parser: MessageParser,
     /// Number of calls that have begun.
     calls: usize,
 }
 
 impl MessageReader {
-    pub(in crate::server::http) fn new(options: &ChatOptions) -> Self {
-        let parser = match &options.calling {
-            ToolCalling::Never | ToolCalling::Named(_) => None,
-            ToolCalling::Required { names } => Some(ToolParser::new(ToolFormat::List, names.clone())),
-            ToolCalling::Auto { format, names } => Some(ToolParser::new(*format, names.clone())),
-        };
-        Self { parser, calls: 0 }
+    /// A reader of a text that follows `prompt`. Without a prompt, reasoning is content.
+    pub(in crate::server::http) fn new(options: &ChatOptions, prompt: Option<&Prompt>) -> Self {
+        Self { parser: options.parser(prompt), calls: 0 }
     }
 
     /// Number of calls that have begun.
@@ -93,51 +122,49 @@ impl MessageReader {
         text: &str,
         is_last: bool,
     ) -> Vec<MessagePart> {
-        let mut parts = Vec::new();
-        match (&mut self.parser, &options.calling) {
-            (Some(parser), _) => {
-                let mut pieces = Vec::new();
-                parser.push(text, &mut pieces);
-                if is_last && let Some(parser) = self.parser.take() {
-                    parser.finish(&mut pieces);
+        let (mut pieces, mut parts) = (Vec::new(), Vec::new());
+        self.parser.push(text.to_owned(), &mut pieces);
+        if is_last {
+            std::mem::take(&mut self.parser).finish(&mut pieces);
+        }
+        for piece in pieces {
+            match (piece, &options.calling) {
+                (Piece::Reasoning(text), _) => parts.push(MessagePart::Reasoning(text)),
+                (Piece::Call(call), _) => {
+                    self.calls += 1;
+                    parts.push(MessagePart::Call { id: options.call_id(), name: call.name });
+                    parts.push(MessagePart::Arguments(call.arguments));
                 }
-                for piece in pieces {
-                    match piece {
-                        Piece::Content(text) => parts.push(MessagePart::Content(text)),
-                        Piece::Call(call) => {
-                            self.calls += 1;
-                            parts.push(MessagePart::Call { id: options.call_id(), name: call.name });
-                            parts.push(MessagePart::Arguments(call.arguments));
-                        }
+                (Piece::Content(text), ToolCalling::Named(name)) => {
+                    if self.calls == 0 {
+                        self.calls = 1;
+                        parts.push(MessagePart::Call { id: options.call_id(), name: name.clone() });
+                    }
+                    if !text.is_empty() {
+                        parts.push(MessagePart::Arguments(text));
                     }
                 }
+                (Piece::Content(text), _) => parts.push(MessagePart::Content(text)),
             }
-            (None, ToolCalling::Named(name)) => {
-                if self.calls == 0 {
-                    self.calls = 1;
-                    parts.push(MessagePart::Call { id: options.call_id(), name: name.clone() });
-                }
-                if !text.is_empty() {
-                    parts.push(MessagePart::Arguments(text.to_owned()));
-                }
-            }
-            (None, _) => parts.push(MessagePart::Content(text.to_owned())),
         }
         parts
     }
 
-    /// The content of a whole text, and the calls in it.
-    pub(in crate::server::http) fn read_whole(options: &ChatOptions, text: &str) -> (Option<String>, Vec<WholeCall>) {
-        let (mut content, mut calls) = (None::<String>, Vec::<WholeCall>::new());
-        for part in Self::new(options).read(options, text, true) {
+    /// The message of a whole text.
+    pub(in crate::server::http) fn read_whole(mut self, options: &ChatOptions, text: &str) -> WholeMessage {
+        let mut message = WholeMessage::default();
+        for part in self.read(options, text, true) {
             match part {
-                MessagePart::Content(text) => content.get_or_insert_default().push_str(&text),
-                MessagePart::Call { id, name } => calls.push(WholeCall { id, name, arguments: String::new() }),
+                MessagePart::Reasoning(text) => message.reasoning.get_or_insert_default().push_str(&text),
+                MessagePart::Content(text) => message.content.get_or_insert_default().push_str(&text),
+                MessagePart::Call { id, name } => {
+                    message.calls.push(WholeCall { id, name, arguments: String::new() });
+                }
                 MessagePart::Arguments(text) => {
-                    calls.last_mut().expect("arguments follow a call").arguments.push_str(&text);
+                    message.calls.last_mut().expect("arguments follow a call").arguments.push_str(&text);
                 }
             }
         }
-        (content, calls)
+        message
     }
 }

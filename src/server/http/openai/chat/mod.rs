@@ -3,6 +3,7 @@
 mod answers;
 mod message;
 mod messages;
+mod parser;
 mod prompt;
 mod render;
 mod tools;
@@ -49,10 +50,12 @@ members! {
         /// Whether the model may call a tool: `auto`, `none`, `required`, or an object that names one (default: auto).
         #[schema(value_type = Option<serde_json::Value>)]
         pub(in crate::server::http) tool_choice: Box<RawValue>,
+        /// Whether the message has the model's reasoning (default: true).
+        pub(in crate::server::http) include_reasoning: bool,
         ..pub(in crate::server::http) prompt: ChatPrompt,
         ..pub(in crate::server::http) sampling: Sampling,
     } rejects [
-        "audio", "chat_template", "function_call", "functions", "modalities", "prediction", "reasoning_effort",
+        "audio", "chat_template", "function_call", "functions", "modalities", "prediction",
         "web_search_options"
     ];
 }
@@ -104,18 +107,29 @@ pub(in crate::server::http) fn message(
     let prompt_logprobs = report.prompt_logprobs.is_some();
     let top = report.top_logprobs(prompt_logprobs);
     let has_short_ids = format == Some(ToolFormat::Mistral);
-    let options = ChatOptions { role, echo, calling, has_short_ids, report };
     let context_tokens = u32::try_from(context.model.max_model_len).unwrap_or(u32::MAX);
     let max_tokens = body.max_completion_tokens.or(body.max_tokens).unwrap_or(context_tokens);
+    let has_grammar = sampling.structured_outputs.is_some();
     let mut message = sampling.into_message(vec![prompt.into_message()?], Some(max_tokens), top, &context.model)?;
+    let outputs = &mut message.sampling.get_or_insert_default().structured_outputs;
     if let Some(schema) = schema {
-        let sampling = message.sampling.get_or_insert_default();
-        let kind = Some(pb::structured_outputs::Kind::JsonSchema(schema));
-        if sampling.structured_outputs.replace(pb::StructuredOutputs { kind }).is_some() {
-            let message = "forces a call, which cannot be combined with structured_outputs and response_format";
+        if has_grammar {
+            let message = "forces a call, which cannot be combined with structured_outputs; leave one of them out";
             return Err(Error::invalid("tool_choice", message));
         }
+        // As in vLLM, a forced call takes the place of `response_format`.
+        *outputs = Some(pb::StructuredOutputs { kind: Some(pb::structured_outputs::Kind::JsonSchema(schema)) });
     }
+    let options = ChatOptions {
+        report,
+        role,
+        echo,
+        calling,
+        has_short_ids,
+        reasoning: context.model.encoder.as_ref().and_then(|encoder| encoder.reasoning),
+        includes_reasoning: body.include_reasoning.unwrap_or(true),
+        is_constrained: outputs.is_some(),
+    };
     Ok((pb::GenerateRequest { prompt_logprobs, return_text: true, ..message }, options))
 }
 

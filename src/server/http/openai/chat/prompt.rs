@@ -1,8 +1,9 @@
 //! The prompt of a chat: its messages, and everything else that the model's template shows.
 
-use serde::Deserialize;
-use serde::de::DeserializeOwned;
+use serde::de::{DeserializeOwned, IgnoredAny};
+use serde::{Deserialize, Serialize};
 use serde_json::value::RawValue;
+use utoipa::ToSchema;
 
 use crate::error::{Error, Result};
 use crate::server::http::members;
@@ -26,6 +27,9 @@ members! {
         /// Further variables of the template, such as `{"enable_thinking": false}`.
         #[schema(value_type = Option<serde_json::Value>)]
         pub(in crate::server::http) chat_template_kwargs: Box<RawValue>,
+        /// How much the model reasons: `none`, `minimal`, `low`, `medium`, `high`, `xhigh` or `max`. A variable of the
+        /// template; so is `enable_thinking`, which is false for `none`, unless chat_template_kwargs has it.
+        pub(in crate::server::http) reasoning_effort: ReasoningEffort,
         /// Whether the prompt ends where the answer begins (default: true, but false with continue_final_message).
         pub(in crate::server::http) add_generation_prompt: bool,
         /// Whether the answer continues the last message (default: false).
@@ -72,13 +76,56 @@ impl ChatPrompt {
             messages_json: text(Some(messages)),
             tools_json: text(self.tools),
             documents_json: text(self.documents),
-            template_arguments_json: text(self.chat_template_kwargs),
+            template_arguments_json: template_arguments(text(self.chat_template_kwargs), self.reasoning_effort),
             add_generation_prompt: self.add_generation_prompt,
             continue_final_message: self.continue_final_message.unwrap_or(false),
         };
         let (kind, add_special_tokens) = (Some(pb::prompt::Kind::Chat(chat)), self.add_special_tokens);
         Ok(pb::Prompt { kind, add_special_tokens, ..Default::default() })
     }
+}
+
+/// How much a model reasons.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Deserialize, Serialize, ToSchema)]
+#[serde(rename_all = "lowercase")]
+enum ReasoningEffort {
+    None,
+    Minimal,
+    Low,
+    Medium,
+    High,
+    Xhigh,
+    Max,
+}
+
+/// The JSON of the template's variables: those of `given`, JSON or empty, and those that `effort` stands for, as in
+/// vLLM. The last of two members with one name counts.
+fn template_arguments(mut given: String, effort: Option<ReasoningEffort>) -> String {
+    #[derive(Deserialize)]
+    struct Thinking {
+        enable_thinking: Option<IgnoredAny>,
+    }
+
+    let Some(effort) = effort else { return given };
+    if given.is_empty() {
+        given.push_str("{}");
+    }
+    // Anything else is rejected when the message is checked.
+    if !given.ends_with('}') {
+        return given;
+    }
+    let is_chosen = serde_json::from_str::<Thinking>(&given).is_ok_and(|given| given.enable_thinking.is_some());
+    given.pop();
+    if given.trim_ascii() != "{" {
+        given.push(',');
+    }
+    let name = serde_json::to_string(&effort).expect("it is a name");
+    given.push_str(&format!(r#""reasoning_effort":{name}"#));
+    if !is_chosen {
+        given.push_str(&format!(r#","enable_thinking":{}"#, effort != ReasoningEffort::None));
+    }
+    given.push('}');
+    given
 }
 
 /// The author of a message, whose other members are skipped.
@@ -148,6 +195,34 @@ mod tests {
         assert_eq!(last(parts, "user"), "a\nb");
         assert_eq!(last(r#"{"role": "user", "content": null}"#, "user"), "");
         assert_eq!(last("3", "user"), "");
+    }
+
+    #[test]
+    fn the_effort_is_a_variable_of_the_template() {
+        let arguments = |members: &str| {
+            let body = format!(r#"{{"messages": []{members}}}"#);
+            let prompt = read(&body).into_message().expect("valid");
+            let Some(pb::prompt::Kind::Chat(chat)) = prompt.kind else { panic!("{body}") };
+            chat.template_arguments_json
+        };
+        for (members, expected) in [
+            ("", ""),
+            (r#", "reasoning_effort": null"#, ""),
+            (r#", "reasoning_effort": "low""#, r#"{"reasoning_effort":"low","enable_thinking":true}"#),
+            (r#", "reasoning_effort": "none""#, r#"{"reasoning_effort":"none","enable_thinking":false}"#),
+            (
+                r#", "reasoning_effort": "xhigh", "chat_template_kwargs": { }"#,
+                r#"{ "reasoning_effort":"xhigh","enable_thinking":true}"#,
+            ),
+            (
+                r#", "reasoning_effort": "max", "chat_template_kwargs": {"enable_thinking": false, "a": {}}"#,
+                r#"{"enable_thinking": false, "a": {},"reasoning_effort":"max"}"#,
+            ),
+            (r#", "reasoning_effort": "max", "chat_template_kwargs": [1]"#, "[1]"),
+        ] {
+            assert_eq!(arguments(members), expected, "{members}");
+        }
+        assert!(serde_json::from_str::<ChatPrompt>(r#"{"reasoning_effort": "much"}"#).is_err());
     }
 
     #[test]

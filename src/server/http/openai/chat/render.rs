@@ -55,6 +55,8 @@ struct RenderedSampling {
     skip_special_tokens: Option<bool>,
     #[serde(skip_serializing_if = "Option::is_none")]
     structured_outputs: Option<RenderedGrammar>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    thinking_token_budget: Option<u32>,
 }
 
 /// The grammar of the text.
@@ -119,6 +121,7 @@ pub(in crate::server::http) async fn render(
             bad_words,
             skip_special_tokens: (!params.skip_special_tokens).then_some(false),
             structured_outputs: grammar.map(RenderedGrammar::from),
+            thinking_token_budget: params.thinking.map(|budget| budget.tokens),
         },
         model: options.report.model,
         stream: options.report.is_stream,

@@ -3,7 +3,7 @@
 use bytes::Bytes;
 
 use super::answers::{Call, ChatAnswer, ChatChoice, ChunkChoice, Message, MessageDelta};
-use super::message::{COPIES, ChatOptions, MessagePart, MessageReader};
+use super::message::{COPIES, ChatOptions, MessagePart, MessageReader, WholeMessage};
 use crate::engine::{Completion, Summary, ValidRequest};
 use crate::error::Result;
 use crate::memory::Traffic;
@@ -23,6 +23,8 @@ pub(super) struct ChatWriter {
     options: ChatOptions,
     prompt: Prompt,
     prompt_logprobs: Option<PromptLogprobs>,
+    /// The reader of each sample before its text.
+    reader: MessageReader,
     samples: usize,
     kept: FinishedSamples,
     /// The samples of a stream, once it has begun.
@@ -36,6 +38,7 @@ impl ChatWriter {
         let prompt = request.prompts.first().cloned().unwrap_or_default();
         let bytes = samples * options.sample_bytes() + options.echo.len();
         Self {
+            reader: MessageReader::new(&options, Some(&prompt)),
             kept: FinishedSamples::new(if options.report.is_stream { 0 } else { samples }, bytes, traffic),
             options,
             chunks: Chunks {
@@ -75,23 +78,25 @@ impl ChatWriter {
                 self.send(ChunkChoice { index, delta, ..ChunkChoice::default() }, None, out);
             }
             let logprobs = self.options.report.chat_logprobs_writer();
-            self.streamed.push(Some(Streamed { logprobs, reader: MessageReader::new(&self.options) }));
+            self.streamed.push(Some(Streamed { logprobs, reader: self.reader.clone() }));
         }
     }
 
     /// The deltas that `text` adds to a sample, whose last text it is if `is_last`.
-    fn deltas(&mut self, index: usize, text: &str, is_last: bool) -> Vec<MessageDelta<'static>> {
+    fn deltas(&mut self, index: usize, text: String, is_last: bool) -> Vec<MessageDelta<'static>> {
         let Some(streamed) = self.streamed[index].as_mut() else { return Vec::new() };
+        let includes_reasoning = self.options.includes_reasoning;
         let mut calls = streamed.reader.calls();
         let delta = |part| match part {
-            MessagePart::Content(text) => MessageDelta::text(text),
+            MessagePart::Reasoning(text) => includes_reasoning.then(|| MessageDelta::reasoning(text)),
+            MessagePart::Content(text) => Some(MessageDelta::text(text)),
             MessagePart::Call { id, name } => {
                 calls += 1;
-                MessageDelta::begun_call(calls - 1, id, name)
+                Some(MessageDelta::begun_call(calls - 1, id, name))
             }
-            MessagePart::Arguments(text) => MessageDelta::arguments(calls - 1, text),
+            MessagePart::Arguments(text) => Some(MessageDelta::arguments(calls - 1, text)),
         };
-        streamed.reader.read(&self.options, text, is_last).into_iter().map(delta).collect()
+        streamed.reader.read(&self.options, &text, is_last).into_iter().filter_map(delta).collect()
     }
 
     /// Streams `tokens` of a sample and the text that they complete, and its end if `completion` is given. The first
@@ -101,7 +106,7 @@ impl ChatWriter {
         &mut self,
         index: usize,
         tokens: &[TokenLogprobs],
-        text: &str,
+        text: String,
         completion: Option<&Completion>,
         out: &mut Outbox,
     ) -> Result<()> {
@@ -156,7 +161,7 @@ impl Samples for ChatWriter {
     }
 
     fn token(&mut self, (_, sample): (u32, u32), token: &TokenLogprobs, text: String, out: &mut Outbox) -> Result<()> {
-        self.stream(sample as usize, std::slice::from_ref(token), &text, None, out)
+        self.stream(sample as usize, std::slice::from_ref(token), text, None, out)
     }
 
     fn end_sample(
@@ -168,7 +173,7 @@ impl Samples for ChatWriter {
     ) -> Result<()> {
         let text = text + &self.options.report.ending(completion);
         let tokens = last.map_or(&[][..], std::slice::from_ref);
-        self.stream(completion.sample_index as usize, tokens, &text, Some(completion), out)
+        self.stream(completion.sample_index as usize, tokens, text, Some(completion), out)
     }
 
     fn keep_sample(&mut self, completion: Completion) -> Result<()> {
@@ -178,26 +183,16 @@ impl Samples for ChatWriter {
         let stop_reason = report.stop_reason(&completion);
         let mut text = completion.text.clone().unwrap_or_default();
         text.push_str(&report.ending(&completion));
-        let (mut content, calls) = MessageReader::read_whole(&self.options, &text);
-        let tool_calls: Vec<_> = calls.into_iter().map(|call| Call::new(call.id, call.name, call.arguments)).collect();
-        if !self.options.echo.is_empty() {
-            content.get_or_insert_default().insert_str(0, &self.options.echo);
-        }
+        let message = message(&self.options, self.reader.clone().read_whole(&self.options, &text));
         let tokens = &completion.tokens;
         let choice = ChatChoice {
             index: completion.sample_index as usize,
             logprobs: report.logprobs.map(|top| report.chat_logprobs_writer().write(tokens, report.mode, top)),
-            finish_reason: self.ended(&completion, !tool_calls.is_empty()),
+            finish_reason: self.ended(&completion, !message.tool_calls.is_empty()),
             stop_reason,
             token_ids: report.returns_ids.then(|| tokens.iter().map(|token| token.token).collect()),
             weight_versions: report.versions(&completion),
-            message: Message {
-                role: &self.options.role,
-                content: content
-                    .or_else(|| (tool_calls.is_empty() || self.options.calling.is_forced()).then(String::new)),
-                tool_calls,
-                ..Message::default()
-            },
+            message,
             ..ChatChoice::default()
         };
         self.kept.push(choice.index, &choice, held)
@@ -224,5 +219,23 @@ impl Samples for ChatWriter {
                 ..ChatAnswer::default()
             })
         })
+    }
+}
+
+/// A whole message as chats answer it.
+fn message(options: &ChatOptions, message: WholeMessage) -> Message<'_> {
+    let WholeMessage { reasoning, mut content, calls } = message;
+    if !options.echo.is_empty() {
+        content.get_or_insert_default().insert_str(0, &options.echo);
+    }
+    let has_content = options.calling.is_forced() || calls.is_empty() && reasoning.is_none();
+    let reasoning = reasoning.filter(|_| options.includes_reasoning);
+    Message {
+        role: &options.role,
+        content: content.or_else(|| has_content.then(String::new)),
+        tool_calls: calls.into_iter().map(|call| Call::new(call.id, call.name, call.arguments)).collect(),
+        reasoning: reasoning.clone(),
+        reasoning_content: reasoning,
+        ..Message::default()
     }
 }

@@ -52,7 +52,7 @@ impl ResponseWriter {
         Self {
             id: format!("resp_{}", request.request_id),
             kept: FinishedSamples::new(0, options.sample_bytes() + echo.bytes(), traffic),
-            reader: MessageReader::new(&options),
+            reader: MessageReader::new(&options, None),
             options,
             echo,
             output: Vec::new(),
@@ -66,8 +66,8 @@ impl ResponseWriter {
     fn add(&mut self, text: &str, is_last: bool, mut out: Option<&mut Outbox>) -> Result<()> {
         for part in self.reader.read(&self.options, text, is_last) {
             match part {
-                MessagePart::Content(text) if text.is_empty() => {}
-                MessagePart::Content(text) => {
+                MessagePart::Reasoning(text) | MessagePart::Content(text) if text.is_empty() => {}
+                MessagePart::Reasoning(text) | MessagePart::Content(text) => {
                     self.kept.hold(COPIES * text.len())?;
                     self.add_text(&text, &mut out)?;
                 }
