@@ -178,7 +178,10 @@ impl Sampling {
     /// # Errors
     /// `InvalidArgument` for a member that only OpenAI's completions and chats answer.
     pub(in crate::server::http) fn check_is_plain(&self) -> Result<()> {
-        let options = self.stream_options.unwrap_or_default();
+        let options = self.stream_options.as_ref();
+        let has_usage = |options: &StreamOptions| {
+            options.include_usage == Some(true) || options.continuous_usage_stats == Some(true)
+        };
         let members = [
             ("n", self.n.is_some_and(|n| n != 1)),
             ("prompt_logprobs", self.prompt_logprobs.is_some()),
@@ -186,7 +189,7 @@ impl Sampling {
             ("return_tokens_as_token_ids", self.return_tokens_as_token_ids == Some(true)),
             ("return_weight_versions", self.return_weight_versions == Some(true)),
             ("logprobs_mode", self.logprobs_mode.is_some()),
-            ("stream_options", options.include_usage == Some(true) || options.continuous_usage_stats == Some(true)),
+            ("stream_options", options.is_some_and(has_usage)),
             ("logprob_token_ids", self.logprob_token_ids.is_some()),
         ];
         match members.into_iter().find(|(_, is_given)| *is_given) {
