@@ -88,7 +88,7 @@ impl ChatPrompt {
 /// How much a model reasons.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Deserialize, Serialize, ToSchema)]
 #[serde(rename_all = "lowercase")]
-enum ReasoningEffort {
+pub(in crate::server::http) enum ReasoningEffort {
     None,
     Minimal,
     Low,
