@@ -1,15 +1,17 @@
 //! The server's only configuration: command line and environment variables, checked once and passed on as structs.
 
+mod choices;
 mod command_line;
 mod lora_module;
 
 use std::path::{Path, PathBuf};
 
 use clap::builder::{PossibleValue, PossibleValuesParser, TypedValueParser};
-use clap::{CommandFactory as _, Parser, ValueEnum};
+use clap::{CommandFactory as _, Parser};
 use clap_complete::Shell;
 use rollout_kernels::{AllReduce, AttentionKernel, Backend};
 
+pub use choices::*;
 pub use command_line::CommandLine;
 pub use lora_module::LoraModule;
 
@@ -347,70 +349,6 @@ fn parse_host_name(text: &str) -> std::result::Result<String, String> {
         return Err("is not a host name; give it without scheme and port, such as rollout.example".into());
     }
     Ok(text.to_owned())
-}
-
-#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
-pub enum DTypeChoice {
-    Auto,
-    Bfloat16,
-    Float32,
-}
-
-#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
-pub enum ReasoningChoice {
-    /// Text that `<think>` opens, in the prompt or in the answer, if the chat template has such marks.
-    Auto,
-    None,
-    /// All text before `</think>`.
-    #[value(name = "deepseek_r1", alias = "deepseek-r1")]
-    DeepseekR1,
-    /// All text before `</think>` or before a call of a tool.
-    Qwen3,
-}
-
-#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
-pub enum KernelChoice {
-    Auto,
-    #[value(name = "avx512_bf16")]
-    Avx512Bf16,
-    #[value(name = "avx512f")]
-    Avx512,
-    Avx2,
-    Neon,
-    Scalar,
-    /// The results of avx512_bf16, emulated without its instructions and several times slower: for tests on other
-    /// processors.
-    #[value(name = "avx512_bf16_emulated", hide = true)]
-    Avx512Bf16Emulated,
-}
-
-#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
-pub enum SpeculationChoice {
-    /// Speculate in the steps where it is likely to save time.
-    Auto,
-    Off,
-}
-
-#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
-pub enum GraphsChoice {
-    Auto,
-    On,
-    Off,
-}
-
-/// A set of names of metrics.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
-pub enum MetricNames {
-    /// Those of vLLM 0.33, with its labels and buckets.
-    Vllm,
-    /// Those of this server.
-    Rollout,
-}
-
-#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
-pub enum LogFormat {
-    Text,
-    Json,
 }
 
 impl Config {

@@ -262,10 +262,9 @@ def _sampling(params: SamplingParams, path: str, scoring: bool = False) -> Any:
         if scoring and name in _GENERATION_FIELDS and value == getattr(SamplingParams, name):
             continue
         set_field(message, name, value, f"{path}.{name}")
-    if params.seed is not None:
-        set_field(message, "seed", params.seed, f"{path}.seed")
-    if params.thinking_token_budget is not None:
-        set_field(message, "thinking_token_budget", params.thinking_token_budget, f"{path}.thinking_token_budget")
+    for name in ("seed", "thinking_token_budget"):
+        if (value := getattr(params, name)) is not None:
+            set_field(message, name, value, f"{path}.{name}")
     if params.structured_outputs is not None:
         _set_structured(message.structured_outputs, params.structured_outputs, f"{path}.structured_outputs")
     if params.allowed_token_ids is not None:
@@ -274,21 +273,23 @@ def _sampling(params: SamplingParams, path: str, scoring: bool = False) -> Any:
         if not message.allowed_token_ids:
             raise InvalidArgument(f"{path}.allowed_token_ids: empty; name at least one token, or pass None for all")
     extend(message.stop_token_ids, params.stop_token_ids, f"{path}.stop_token_ids")
-    if isinstance(params.stop, str):
-        raise InvalidArgument(f"{path}.stop: expected a list of strings, got a single string; put it in a list")
-    extend(message.stop, params.stop, f"{path}.stop")
-    if isinstance(params.bad_words, str):
-        raise InvalidArgument(f"{path}.bad_words: expected a list of strings, got a single string; put it in a list")
-    extend(message.bad_words, params.bad_words, f"{path}.bad_words")
-    if not isinstance(params.logit_bias, Mapping):
-        given = type(params.logit_bias).__name__
-        raise InvalidArgument(f"{path}.logit_bias: expected a dict of token ids and numbers, got {given}")
-    for token, bias in params.logit_bias.items():
-        try:
-            message.logit_bias[token] = bias
-        except (TypeError, ValueError) as error:
-            raise InvalidArgument(f"{path}.logit_bias[{token!r}]: {error}") from None
+    for name in ("stop", "bad_words"):
+        if isinstance(texts := getattr(params, name), str):
+            raise InvalidArgument(f"{path}.{name}: expected a list of strings, got a single string; put it in a list")
+        extend(getattr(message, name), texts, f"{path}.{name}")
+    _set_bias(message.logit_bias, params.logit_bias, f"{path}.logit_bias")
     return message
+
+
+def _set_bias(message: Any, logit_bias: Mapping[int, float], path: str) -> None:
+    if not isinstance(logit_bias, Mapping):
+        given = type(logit_bias).__name__
+        raise InvalidArgument(f"{path}: expected a dict of token ids and numbers, got {given}")
+    for token, bias in logit_bias.items():
+        try:
+            message[token] = bias
+        except (TypeError, ValueError) as error:
+            raise InvalidArgument(f"{path}[{token!r}]: {error}") from None
 
 
 def _is_sequence(value: object) -> bool:

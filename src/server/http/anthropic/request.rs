@@ -54,7 +54,7 @@ members! {
         /// auto).
         tool_choice: InputChoice,
         /// Whether the model is to reason. A budget is not supported.
-        thinking: Thinking,
+        thinking: ThinkingConfig,
         /// The effort of reasoning, and the form of the text.
         output_config: OutputConfig,
         /// Further variables of the chat template.
@@ -96,7 +96,7 @@ enum ChoiceKind {
 
 /// Whether the model is to reason.
 #[derive(Deserialize, ToSchema)]
-pub(super) struct Thinking {
+pub(super) struct ThinkingConfig {
     /// `adaptive` or `disabled`.
     r#type: String,
 }
@@ -209,7 +209,7 @@ impl MessagesPrompt {
 }
 
 /// The effort of reasoning that is asked for, if any.
-fn effort(thinking: Option<&Thinking>, config: Option<&OutputConfig>) -> Result<Option<String>> {
+fn effort(thinking: Option<&ThinkingConfig>, config: Option<&OutputConfig>) -> Result<Option<String>> {
     match thinking.map(|thinking| thinking.r#type.as_str()) {
         Some("disabled") => return Ok(Some("none".into())),
         None | Some("adaptive") => {}
