@@ -452,7 +452,8 @@ def test_adapters_of_the_command_line_are_loaded_before_the_first_request(binary
 
 
 @pytest.mark.parametrize("module, said", [
-    ("one={path}/nothing", "the directory needs adapter_config.json and adapter_model.safetensors"),
+    ("one={path}/nothing", "there is no such directory"),
+    ("one={path}", "the directory needs adapter_config.json and adapter_model.safetensors"),
     (f"{MODEL}={{path}}", "the model itself has this name"),
     ("one", "is not NAME=DIRECTORY"),
 ])  # fmt: skip

@@ -56,6 +56,9 @@ pub(in crate::server) async fn load_modules(
             return Err(failed(&"the model itself has this name; choose another"));
         }
         let path = absolute(path).map_err(|error| failed(&error))?;
+        if !path.is_dir() {
+            return Err(failed(&"there is no such directory"));
+        }
         // The operator may name any directory, also one outside --weights-dir.
         let sources = Arc::new(Sources::new(Some(path.clone())).with_traffic(context.traffic.clone()));
         let (setter, loading) = ServerState::new(server.observer.clone());
