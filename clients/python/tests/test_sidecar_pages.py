@@ -142,8 +142,10 @@ def test_every_route_refuses_what_a_foreign_page_may_send(server):
                     elif kind not in ("none", "application/json"):
                         assert answer.status == 400 and "is not application/json" in answer.error()["message"], what
                     elif (method, path) == ("POST", LOAD):
-                        why = "no such directory" if kind == "application/json" else "'lora_name' and 'lora_path'"
-                        assert answer.status == 400 and why in answer.error()["message"], what
+                        is_json = kind == "application/json"
+                        why = "No adapter found for /no/such/directory" if is_json else "'lora_name' and 'lora_path'"
+                        assert answer.status == (404 if is_json else 400), what
+                        assert why in answer.error()["message"], what
                     else:
                         assert answer.status == 200, what
                         is_page = origin == "own"
