@@ -213,7 +213,9 @@ def test_every_route_has_its_role(guarded):
         for who, token in TOKENS.items():
             # No route takes this body. Those without one do what they do, and it is undone at the end.
             asked = re.sub(r"{\w+}", "x", route)
-            status, headers, body = request(address, asked, token, b"{", [("content-type", "application/json")])
+            # A server that answers before it has read a body resets the connection, perhaps within its answer.
+            sent = b"" if route.startswith("GET ") else b"{"
+            status, headers, body = request(address, asked, token, sent, [("content-type", "application/json")])
             if who in MAY[role]:
                 assert status not in (401, 403), (route, who, status)
                 continue
