@@ -183,10 +183,8 @@ fn every_field_arrives() {
             stop: Vec::new(),
             ignore_eos: true,
             seed: Some(u64::MAX),
-            structured_outputs: None,
             skip_special_tokens: Some(false),
-            bad_words: Vec::new(),
-            thinking_token_budget: None,
+            ..pb::SamplingParams::default()
         }),
         top_logprobs: 100,
         logprob_token_ids: vec![5, 3],
