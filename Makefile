@@ -62,7 +62,7 @@ say = @printf '\033[1m==> %s\033[0m\n' "$(1)"
 .DELETE_ON_ERROR:
 
 help: ## this list
-	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/\1\t\2/p' $(MAKEFILE_LIST) | expand -t 20
+	@sed -n 's/^\([a-z0-9-]*\):.*## \(.*\)/\1\t\2/p' $(MAKEFILE_LIST) | expand -t 20
 
 setup: $(VENV)/.installed ## the Python environment .venv: client, tests, linters
 
@@ -86,7 +86,6 @@ train: $(TRAINERS)/.installed server ## GRPO on a tiny model, or on MODEL=smollm
 	@$(TRAIN_THREADS_$(MODEL)) $(TRAINERS)/bin/python examples/grpo.py --server $(SERVER) --model $(TRAINED) --out runs/$(MODEL) $(TRAIN_FLAGS)
 
 test: test-rust test-python ## all tests
-
 test-rust: check-cargo
 	$(call say,Rust tests)
 	$(CARGO) test --workspace --release
@@ -160,8 +159,7 @@ lint: setup check-cargo ## formatting, spelling, clippy, rustdoc and ruff
 	@scripts/lint.sh
 
 test-aarch64: check-cargo ## the kernels' tests for aarch64, under an emulator (Debian, root)
-	$(call say,Kernels for aarch64)
-	CARGO=$(CARGO) scripts/aarch64.sh test
+	@scripts/aarch64.sh test
 
 miri: check-cargo ## Miri on the kernels' scalar path (needs rustup and a nightly toolchain; some minutes)
 	$(call say,Miri on the kernels' scalar path)
@@ -179,8 +177,7 @@ docs: setup ## the pages of the Python client's API, in target/docs
 	@$(BIN)/python -m pdoc --output-directory target/docs --no-show-source $(API_MODULES)
 
 proto: setup ## after a change in proto/: the descriptors of the Python client
-	$(BIN)/python -m grpc_tools.protoc -Iproto --descriptor_set_out=$(DESCRIPTORS) \
-		$$(cd proto && find . -name '*.proto' | sed 's|^\./||' | sort)
+	$(BIN)/python -m grpc_tools.protoc -Iproto --descriptor_set_out=$(DESCRIPTORS) $$(cd proto && find rollout -name '*.proto' | sort)
 
 fixtures: $(TRAINERS)/.installed ## make tests/fixtures again, with transformers and PEFT in .venv-trainers
 	$(TRAINERS)/bin/python tests/fixtures/make_fixtures.py
@@ -199,4 +196,4 @@ check-python check-cargo:
 include scripts/installed.mk benches/benches.mk
 
 # Every target with a plain name; those with a path are files.
-.PHONY: $(shell sed -n 's/^\([a-z -]*\):.*/\1/p' $(MAKEFILE_LIST))
+.PHONY: $(shell sed -n 's/^\([a-z0-9 -]*\):.*/\1/p' $(MAKEFILE_LIST))
