@@ -189,12 +189,18 @@ fn check_generate(request: &pb::GenerateRequest, messages: &[Bytes]) -> Result<(
 }
 
 fn check_prompt(request: &pb::GenerateRequest, sent: &pb::PromptTokens) -> Result<(), String> {
-    match request.prompts.get(sent.prompt_index as usize).map(|prompt| &prompt.kind) {
-        None => Err("there is no such prompt".into()),
-        Some(Some(Kind::Tokens(tokens))) if tokens.ids != sent.token_ids => Err("it has other tokens".into()),
-        Some(_) if sent.token_ids.is_empty() => Err("it has no tokens".into()),
-        Some(_) => Ok(()),
+    let prompt = request.prompts.get(sent.prompt_index as usize).ok_or("there is no such prompt")?;
+    match &prompt.kind {
+        Some(Kind::Tokens(tokens)) if kept(prompt, &tokens.ids) != sent.token_ids => Err("it has other tokens".into()),
+        _ if sent.token_ids.is_empty() => Err("it has no tokens".into()),
+        _ => Ok(()),
     }
+}
+
+/// The tokens that are left of `ids`.
+fn kept<'a>(prompt: &pb::Prompt, ids: &'a [u32]) -> &'a [u32] {
+    let count = prompt.keep_tokens.map_or(ids.len(), |count| ids.len().min(count as usize));
+    if prompt.keep_first { &ids[..count] } else { &ids[ids.len() - count..] }
 }
 
 fn check_completion(request: &pb::GenerateRequest, completion: &pb::Completion) -> Result<(), String> {
