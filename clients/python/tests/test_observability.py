@@ -173,7 +173,11 @@ def test_vllms_dashboards_find_their_names_labels_and_buckets(binary):
         sampling = SamplingParams(max_tokens=9, ignore_eos=True)
         client.generate([[1, 2, 3, 4, 5], [6, 7, 8]], n=3, sampling=sampling, return_text=False)
         labels = {"model_name": 'the "policy"', "engine": "0"}
-        samples = soon(process, lambda s: value(s, "vllm:generation_tokens_total", **labels) == 54, "all tokens")
+        # Samples are counted as they end, and the engine's own numbers between two steps.
+        ends = {"generation_tokens_total": 54, "num_requests_running": 0, "e2e_request_latency_seconds_count": 6}
+        samples = soon(
+            process, lambda s: all(value(s, f"vllm:{name}", **labels) == n for name, n in ends.items()), "the end"
+        )
         for name, number in [
             ("num_requests_running", 0),
             ("num_requests_waiting", 0),
