@@ -122,7 +122,7 @@ def part(**members: Any) -> dict[str, Any]:
 IMAGE = "data:image/png;base64,AAAA"
 STREAM = {"stream": True, "return_token_ids": False}
 CASES = {
-    # What OpenAI's API has.
+    # Members of OpenAI's API.
     "model": Case("probe", lambda reply, _: reply.body["model"] == "probe", routes="CH"),
     "prompt": Case("Say more.", other_prompt, routes="C"),
     "messages": Case([{"role": "user", "content": "More"}], other_prompt, routes="H"),

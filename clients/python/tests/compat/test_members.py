@@ -36,7 +36,7 @@ TOP_LEVEL = {
     *("token_offsets", "reasoning_ended", "reasoning_parser_kwargs", "output_mode", "parse_context", "cache_salt"),
     *("priority", "kv_transfer_params"),
 }
-# What a template may show of a request beside its messages.
+# Variables that the chat template writes besides the messages.
 SHOWN = "tools documents mood reasoning_effort"
 WORKS, NO_EFFECT, IGNORED, REJECTED = "works", "no effect", "ignored", "rejected"
 
