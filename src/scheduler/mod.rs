@@ -74,7 +74,7 @@ pub struct SchedulerConfig {
     pub max_batch_tokens: usize,
     /// Most tokens of a sequence, prompt and output together.
     pub max_model_len: usize,
-    /// Most samples that wait; bounds the memory that requests take before they run.
+    /// Maximum number of waiting samples, which bounds the memory of requests before they run.
     pub max_queued_samples: usize,
     pub speculation: Speculation,
 }

@@ -18,7 +18,7 @@ const PIECE_BYTES: usize = 2 << 20;
 /// How often to check whether others have joined or sent, and whether the wait is cancelled.
 const POLL: Duration = Duration::from_micros(200);
 
-/// The end of one rank.
+/// One rank's receiving end of a broadcast.
 pub(super) struct CudaBroadcastReceiver {
     /// `None` once the rank has left the group.
     communicator: Option<NonblockingCommunicator>,

@@ -44,7 +44,7 @@ struct Bases {
     /// Copies of the base of replaced parameters, for as long as an adapter is merged into them: then nothing else has
     /// their base. A replaced parameter without a copy serves its base. A vector is stored as one column.
     copies: HashMap<String, Matrix>,
-    /// From [`RankWeights::prepare`] until the order was carried out, if it needs one.
+    /// Gathers the base's rows for a merge; set by [`RankWeights::prepare`] and cleared once the merge has run.
     gathering: Option<RowGather>,
 }
 

@@ -198,7 +198,7 @@ fn check_length(field: impl Display, text: &str, most: usize) -> Result<()> {
     check_most(field, text.len(), "bytes", most, "choose a shorter one")
 }
 
-/// The same for each text of a list.
+/// Checks that each text of a list has at most `most` bytes.
 fn check_lengths(field: &str, texts: &[String], most: usize) -> Result<()> {
     texts.iter().enumerate().try_for_each(|(i, text)| check_length(format_args!("{field}[{i}]"), text, most))
 }

@@ -37,7 +37,7 @@ pub(in crate::weights) struct PushedRows<'a> {
 }
 
 impl PushedRows<'_> {
-    /// The tensor's rows that these are.
+    /// The indices of these rows in the tensor.
     fn range(&self) -> Range<usize> {
         self.first..self.first + self.bytes.len() / self.layout.row_bytes()
     }

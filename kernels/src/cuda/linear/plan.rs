@@ -4,11 +4,11 @@ use crate::values::StorageDtype;
 /// How blocks combine the sums of leaves.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum GemmKind {
-    /// They sum one leaf.
+    /// Each block sums one leaf.
     Leaf,
-    /// They add several as a tree, or write one.
+    /// Each block adds the sums of several leaves as a tree, or writes that of one.
     Leaves,
-    /// They sum one, and write the SiLU of the left half of the columns times the right half.
+    /// Each block sums one leaf, and writes the SiLU of the left half of the columns times the right half.
     Gated,
 }
 
