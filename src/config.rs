@@ -384,7 +384,7 @@ impl Config {
             return fail("mem-util", &self.mem_util, "above 0 and at most 1");
         }
         if self.port != 0 && self.http_port == Some(self.port) {
-            return fail("port", &self.port, "another one than --http-port: it is gRPC's, and HTTP's is --http-port");
+            return fail("port", &self.port, "different from --http-port: --port is gRPC's, and HTTP has this one");
         }
         if !(1..=MAX_RANKS).contains(&self.tp) {
             return fail("tp", &self.tp, &format!("from 1 to {MAX_RANKS}"));

@@ -39,7 +39,7 @@ fn a_bad_value_is_named_with_what_is_allowed() {
         (&["--mem-util", "0"][..], "--mem-util 0: must be above 0"),
         (&["--lora-modules", "a=/x", "b=/y"], "--max-adapters 0: must be at least 2, the number of --lora-modules"),
         (&["--mem-util", "NaN"], "--mem-util NaN"),
-        (&["--port", "8000"], "--port 8000: must be another one than --http-port: it is gRPC's"),
+        (&["--port", "8000"], "--port 8000: must be different from --http-port: --port is gRPC's"),
         (&["--tp", "0"], "--tp 0: must be from 1 to 64"),
         (&["--block-size", "0"], "--block-size 0"),
         (&["--max-model-len", "1"], "--max-model-len 1"),

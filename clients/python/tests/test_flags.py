@@ -62,7 +62,7 @@ def test_the_model_may_be_the_first_argument(binary):
     (["--no-enable-prefix-caching"], "the prefix cache is always on"),
     (["--device", "cuda"], "this build is for the CPU; `make cuda` builds the server for NVIDIA GPUs"),
     (["--api-key", "short"], "the token has 5 characters; give 16"),
-    (["--port", "8000", "--http-port", "8000"], "--port 8000: must be another one than --http-port"),
+    (["--port", "8000", "--http-port", "8000"], "--port 8000: must be different from --http-port"),
     (["--no-such-flag"], "unexpected argument '--no-such-flag'"),
     (["--chat-template", "/nothing.jinja"], "/nothing.jinja"),
 ])  # fmt: skip
