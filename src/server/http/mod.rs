@@ -147,5 +147,6 @@ fn unix_seconds() -> u64 {
 
 #[cfg(test)]
 mod tests {
+    pub(super) mod bodies;
     pub(super) mod heap;
 }

@@ -60,6 +60,12 @@ impl MessageUsage {
 #[derive(Serialize, ToSchema)]
 #[serde(tag = "type", rename_all = "snake_case")]
 pub(super) enum ContentBlock {
+    Thinking {
+        thinking: String,
+        /// Arbitrary, as nothing checks it. Absent at the beginning of a stream's block.
+        #[serde(skip_serializing_if = "Option::is_none")]
+        signature: Option<String>,
+    },
     Text {
         text: String,
     },
@@ -101,6 +107,8 @@ impl MessageEvent<'_> {
 #[derive(Serialize)]
 #[serde(tag = "type", rename_all = "snake_case")]
 pub(super) enum ContentDelta {
+    ThinkingDelta { thinking: String },
+    SignatureDelta { signature: String },
     TextDelta { text: String },
     InputJsonDelta { partial_json: String },
 }
