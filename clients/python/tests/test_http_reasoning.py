@@ -222,6 +222,22 @@ def test_the_reasoning_is_what_it_is_without_a_grammar(address, model):
         assert constrained["message"]["content"] in GRAMMAR["structured_outputs"]["choice"]
 
 
+def test_drafts_change_neither_the_reasoning_nor_the_text(binary, address, model):
+    digits = {"type": "array", "items": {"enum": [1, 2]}, "minItems": 4, "x-guidance": {"whitespace_flexible": False}}
+    request = body(model, "marked", n=6, temperature=0.7, seed=2, logprobs=True, return_token_ids=True, max_tokens=24)
+    request |= {"structured_outputs": {"json": digits}, "chat_template_kwargs": {"opens": True}}
+    flags = [*SMALL_CACHE, "--mem-util", "0.2", "--speculation", "off"]
+    with ServerProcess(binary, model[0], flags) as server:
+        plain = ask(server.http_address, "POST", CHAT, request).body["choices"]
+    drafted = ask(address, "POST", CHAT, request).body["choices"]
+    assert drafted == plain
+    assert {parts(choice)[0] for choice in drafted} == {SPLIT["marked"][0]}
+    (count,) = re.findall(
+        r"^rollout:spec_decode_num_drafts_total\S* (\d+)", ask(address, "GET", "/metrics").body, re.MULTILINE
+    )
+    assert int(count) > 0
+
+
 def test_a_call_is_forced_after_the_reasoning(address, model):
     schema = {"type": "object", "properties": {"a": {"enum": [1]}}, "required": ["a"], "additionalProperties": False}
     schema["x-guidance"] = {"whitespace_flexible": False}
