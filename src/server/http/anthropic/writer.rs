@@ -81,18 +81,18 @@ impl MessageWriter {
                         let block = ContentBlock::Thinking { thinking: String::new(), signature: None };
                         self.open(OpenBlock::Thinking, block, out);
                     }
-                    self.delta(ContentDelta::ThinkingDelta { thinking }, out);
+                    self.delta(ContentDelta::Thinking { thinking }, out);
                 }
                 MessagePart::Content(text) => {
                     if self.open != Some(OpenBlock::Text) {
                         self.open(OpenBlock::Text, ContentBlock::Text { text: String::new() }, out);
                     }
-                    self.delta(ContentDelta::TextDelta { text }, out);
+                    self.delta(ContentDelta::Text { text }, out);
                 }
                 MessagePart::Call { id, name } => {
                     self.open(OpenBlock::ToolUse, ContentBlock::ToolUse { id, name, input: object() }, out);
                 }
-                MessagePart::Arguments(partial_json) => self.delta(ContentDelta::InputJsonDelta { partial_json }, out),
+                MessagePart::Arguments(partial_json) => self.delta(ContentDelta::InputJson { partial_json }, out),
             }
         }
     }
@@ -121,7 +121,7 @@ impl MessageWriter {
     fn close(&mut self, out: &mut Outbox) {
         let open = self.open.take();
         if open == Some(OpenBlock::Thinking) {
-            self.delta(ContentDelta::SignatureDelta { signature: signature() }, out);
+            self.delta(ContentDelta::Signature { signature: signature() }, out);
         }
         if open.is_some() {
             send(&MessageEvent::ContentBlockStop { index: self.blocks }, out);
