@@ -11,10 +11,14 @@
 //!
 //! A mask allows a token if the sample's text can still become one that the grammar accepts, however its bytes are cut
 //! into tokens. Where the text is complete, the mask also allows the tokens that end a sample.
+//!
+//! A chat's grammar can leave out the model's reasoning: any token may follow until the token that closes it, and the
+//! text begins after that ([`Grammar::after_reasoning`]).
 
 mod cache;
 mod compiler;
 mod queue;
+mod reasoning;
 mod source;
 mod state;
 #[cfg(test)]

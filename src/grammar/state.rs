@@ -10,6 +10,7 @@ use llguidance::TokenParser;
 use llguidance::api::StopReason;
 use rustix::time::{ClockId, clock_gettime};
 
+use super::reasoning::SparedReasoning;
 use super::watchdog::Watchdog;
 use crate::error::panic_message;
 use crate::types::{SamplingParams, TokenId, TokenMask};
@@ -65,10 +66,14 @@ pub struct GrammarState {
     watchdog: Watchdog,
     /// The tokens that end a sample; they are allowed where its text is complete.
     ends: Arc<[TokenId]>,
+    /// The tokens that the parser allows next.
     mask: TokenMask,
     is_complete: bool,
     /// The parser before the first token.
     start: Arc<TokenParser>,
+    /// The reasoning that the sample may have before the grammar's text, and the same before the first token.
+    reasoning: SparedReasoning,
+    first_reasoning: SparedReasoning,
     /// Whether `parser` was cancelled in the middle of a token, so that a new one must parse the sample's tokens again.
     is_lost: bool,
     /// Processor time of the last mask.
@@ -97,6 +102,8 @@ impl Grammar {
             ends: Arc::default(),
             mask: TokenMask::from_words([]),
             is_complete: false,
+            reasoning: SparedReasoning::Over,
+            first_reasoning: SparedReasoning::Over,
             is_lost: false,
             took: Duration::ZERO,
             excess: Arc::default(),
@@ -117,6 +124,20 @@ impl Grammar {
         let start = Arc::new(parser.clone());
         let mut state = GrammarState { parser, start, ends, counted, excess: Arc::default(), ..self.0.clone() };
         state.allow_ends();
+        Self(state)
+    }
+
+    /// The grammar of the text that follows the model's reasoning, in which any token may come. The token `open` opens
+    /// the reasoning and `close` closes it; `is_open`: the prompt has opened it. A grammar that allows `open` as the
+    /// first token describes the reasoning itself, unless the prompt has opened it.
+    pub fn after_reasoning(&self, open: TokenId, close: TokenId, is_open: bool) -> Self {
+        let mut state = self.0.clone();
+        if is_open {
+            state.reasoning = SparedReasoning::Open { close };
+        } else if !state.mask.contains(open) {
+            state.reasoning = SparedReasoning::Possible { open, close, mask: state.mask.with(&[open]) };
+        }
+        state.first_reasoning = state.reasoning.clone();
         Self(state)
     }
 
@@ -141,24 +162,37 @@ impl GrammarState {
     /// each byte takes a place in the automaton and, between the words of a grammar, a row of the parser's table.
     pub const BYTES_PER_TOKEN: usize = 512;
 
-    /// The tokens that may come next.
-    pub fn mask(&self) -> &TokenMask {
-        &self.mask
+    /// The tokens that may come next; `None` for any.
+    pub fn mask(&self) -> Option<&TokenMask> {
+        match &self.reasoning {
+            SparedReasoning::Possible { mask, .. } => Some(mask),
+            SparedReasoning::Open { .. } => None,
+            SparedReasoning::Over => Some(&self.mask),
+        }
     }
 
-    /// Whether a sample with `params` and `num_outputs` tokens can have another token.
+    /// Whether `token` may come next.
+    pub fn allows(&self, token: TokenId) -> bool {
+        self.mask().is_none_or(|mask| mask.contains(token))
+    }
+
+    /// Whether a sample with `params` and the tokens `outputs` can have another token.
     pub fn goes_on(&self, params: &SamplingParams, outputs: &[TokenId]) -> bool {
         let bad = params.bad_after(outputs, &[]);
-        self.mask.tokens().any(|token| params.may_sample(token, outputs.len()) && !bad.contains(&token))
+        let may_come = |token| params.may_sample(token, outputs.len()) && !bad.contains(&token);
+        self.mask().is_none_or(|mask| mask.tokens().any(may_come))
     }
 
     /// Adds `token`, which the mask allows and which does not end the sample, if the next mask can be computed within
-    /// `budget`. Returns by how many bytes the grammar grew, of which [`GrammarState::BYTES_PER_TOKEN`] are the
+    /// `budget`. Returns by how many bytes the grammar grew, of which at most [`GrammarState::BYTES_PER_TOKEN`] are the
     /// sample's own. After `None` the caller must use [`GrammarState::advance`].
     ///
     /// # Errors
     /// The reason why the grammar has no next mask.
     pub fn advance_within(&mut self, token: TokenId, budget: &mut MaskBudget) -> Result<Option<usize>, GrammarError> {
+        if !self.is_lost && self.reasoning.takes(token) {
+            return Ok(Some(0));
+        }
         // After a slow mask, the next one is slow too.
         if self.is_lost || self.took > TIME_PER_TOKEN || budget.0.is_zero() {
             return Ok(None);
@@ -178,6 +212,7 @@ impl GrammarState {
     /// Marks the parser as unusable. [`GrammarState::advance`] feeds the tokens to a new one.
     pub(super) fn lose(&mut self) {
         self.parser = (*self.start).clone();
+        self.reasoning = self.first_reasoning.clone();
         self.is_lost = true;
     }
 
@@ -208,15 +243,15 @@ impl GrammarState {
 
     /// The masks after each of `drafts`, up to the first draft that the grammar forbids, that would end the sample, or
     /// whose mask exceeds `budget`.
-    pub fn masks_after(&self, drafts: &[TokenId], budget: &mut MaskBudget) -> Vec<TokenMask> {
+    pub fn masks_after(&self, drafts: &[TokenId], budget: &mut MaskBudget) -> Vec<Option<TokenMask>> {
         let mut ahead = self.clone();
         let mut masks = Vec::new();
         for &draft in drafts {
-            let is_tried = ahead.mask.contains(draft) && !ahead.ends.contains(&draft);
+            let is_tried = ahead.allows(draft) && !ahead.ends.contains(&draft);
             if !is_tried || !matches!(ahead.advance_within(draft, budget), Ok(Some(_))) {
                 break;
             }
-            masks.push(ahead.mask.clone());
+            masks.push(ahead.mask().cloned());
         }
         masks
     }
@@ -226,9 +261,12 @@ impl GrammarState {
         self.parser.parser.lexer_stats().num_bytes
     }
 
-    /// Feeds `token` to the parser and computes the next mask. If that takes longer than `most`, returns false and
-    /// leaves the parser unusable.
+    /// Feeds `token` to the parser, unless it belongs to the reasoning, and computes the next mask. If that takes
+    /// longer than `most`, returns false and leaves the parser unusable.
     fn take(&mut self, token: TokenId, most: Duration) -> Result<bool, GrammarError> {
+        if self.reasoning.takes(token) {
+            return Ok(true);
+        }
         let taken = self.within(most, |state| {
             let before = state.parser.num_tokens();
             state.parser.consume_token(token).map_err(|e| e.to_string())?;
@@ -272,9 +310,7 @@ impl GrammarState {
     /// Adds the tokens that end the sample to the mask if the text is complete.
     fn allow_ends(&mut self) {
         if self.is_complete && !self.ends.is_empty() {
-            let mut words = self.mask.words().to_vec();
-            self.ends.iter().for_each(|end| words[*end as usize / 32] |= 1 << (end % 32));
-            self.mask = TokenMask::from_words(words);
+            self.mask = self.mask.with(&self.ends);
         }
     }
 

@@ -5,7 +5,7 @@ use std::time::Duration;
 use super::*;
 use crate::error::Error;
 use crate::text::Tokenizer;
-use crate::types::{SamplingParams, TokenId};
+use crate::types::{SamplingParams, TokenId, TokenMask};
 
 /// Number of logits in a row of the fixture's model: more than the tokenizer has tokens.
 const LOGITS: usize = 512;
@@ -43,6 +43,11 @@ fn refusal(compiler: &GrammarCompiler, source: &GrammarSource) -> String {
     }
 }
 
+/// The tokens that may come next where not every token may.
+fn mask(state: &GrammarState) -> &TokenMask {
+    state.mask().expect("a mask")
+}
+
 /// Feeds allowed tokens that `choose` picks, until the text may end or `most` tokens were fed.
 fn walk(
     state: &mut GrammarState,
@@ -51,7 +56,7 @@ fn walk(
 ) -> Result<Vec<TokenId>, String> {
     let mut taken = Vec::new();
     for _ in 0..most {
-        let tokens: Vec<TokenId> = state.mask().tokens().filter(|token| *token != EOS).collect();
+        let tokens: Vec<TokenId> = mask(state).tokens().filter(|token| *token != EOS).collect();
         if tokens.is_empty() {
             break;
         }
@@ -74,7 +79,7 @@ fn a_mask_has_the_tokens_that_some_text_goes_on_with() {
             let has_text = next.len() > text.len() && !tokenizer.is_special(token);
             let goes_on = has_text && choices.iter().any(|choice| choice.as_bytes().starts_with(&next));
             let ends = token == EOS && choices.iter().any(|choice| choice.as_bytes() == text);
-            assert_eq!(state.mask().contains(token), goes_on || ends, "{token} after {text:?}");
+            assert_eq!(state.allows(token), goes_on || ends, "{token} after {text:?}");
             if goes_on {
                 let mut state = state.clone();
                 state.advance(&[token]).unwrap();
@@ -95,7 +100,7 @@ fn the_masks_after_drafts_are_those_of_the_tokens() {
     assert_eq!(masks.len(), tokens.len());
     for (token, mask) in tokens.iter().zip(&masks) {
         assert!(state.advance(&[*token]).unwrap() >= GrammarState::BYTES_PER_TOKEN);
-        assert_eq!(state.mask(), mask);
+        assert_eq!(state.mask(), mask.as_ref());
     }
     assert_eq!(start.mask(), grammar.start().mask(), "a look ahead changes nothing");
     let wrong = [&tokens[..2], &tokenizer().encode("zz", false).unwrap(), &tokens[2..]].concat();
@@ -103,6 +108,61 @@ fn the_masks_after_drafts_are_those_of_the_tokens() {
     let complete = tokenizer().encode("abd", false).unwrap();
     let ended = [&complete[..], &[EOS], &tokens].concat();
     assert_eq!(start.masks_after(&ended, &mut unlimited()).len(), complete.len(), "an end is not tried");
+}
+
+#[test]
+fn a_grammar_waits_for_the_end_of_the_reasoning() {
+    const OPEN: TokenId = 300;
+    const CLOSE: TokenId = 301;
+    let grammar = compiler().compile(&regex("ab"), LOGITS, &[EOS]).unwrap();
+    let text = tokenizer().encode("ab", false).unwrap();
+    let first: Vec<TokenId> = mask(&grammar.start()).tokens().collect();
+    assert!(!first.contains(&OPEN) && !first.contains(&CLOSE));
+    for (is_open, reasoning) in [
+        (true, &[5, OPEN, EOS + 1, CLOSE][..]),
+        (true, &[CLOSE]),
+        (false, &[OPEN, 5, OPEN, 7, CLOSE]),
+        (false, &[OPEN, CLOSE]),
+        (false, &[]),
+    ] {
+        let start = grammar.after_reasoning(OPEN, CLOSE, is_open).start();
+        let sequence = [reasoning, &text].concat();
+        let (mut here, mut there, mut lost) = (start.clone(), start.clone(), start.clone());
+        let masks = start.masks_after(&sequence, &mut unlimited());
+        assert_eq!(masks.len(), sequence.len(), "{sequence:?}");
+        if !is_open {
+            let mut expected = [&first[..], &[OPEN]].concat();
+            expected.sort_unstable();
+            assert_eq!(mask(&start).tokens().collect::<Vec<_>>(), expected);
+        }
+        for (i, token) in sequence.iter().enumerate() {
+            assert!(here.allows(*token), "{sequence:?} at {i}");
+            let grown = here.advance_within(*token, &mut unlimited()).unwrap().expect("in time");
+            there.advance(&sequence[..=i]).unwrap();
+            lost.lose();
+            lost.advance(&sequence[..=i]).unwrap();
+            assert_eq!(grown == 0, i < reasoning.len(), "the reasoning takes no memory");
+            assert_eq!(here.mask().is_none(), i + 1 < reasoning.len(), "{sequence:?} at {i}");
+            for state in [&there, &lost] {
+                assert_eq!(state.mask(), here.mask(), "{sequence:?} at {i}");
+            }
+            assert_eq!(here.mask(), masks[i].as_ref(), "{sequence:?} at {i}");
+            if i + 1 == reasoning.len() {
+                assert_eq!(mask(&here).tokens().collect::<Vec<_>>(), first, "then the text begins");
+            }
+            assert!(here.goes_on(&SamplingParams::default(), &sequence[..=i]));
+        }
+        assert_eq!(mask(&here).tokens().collect::<Vec<_>>(), [EOS]);
+    }
+}
+
+#[test]
+fn a_grammar_can_have_the_reasoning_itself() {
+    let grammar = compiler().compile(&regex("a.*"), LOGITS, &[EOS]).unwrap();
+    let [a] = tokenizer().encode("a", false).unwrap()[..] else { panic!("one token") };
+    let state = grammar.after_reasoning(a, a + 1, false).start();
+    assert_eq!(state.mask(), grammar.start().mask(), "it sees the mark");
+    assert!(grammar.after_reasoning(a, a + 1, true).start().mask().is_none(), "unless the prompt has it");
 }
 
 #[test]
@@ -115,7 +175,7 @@ fn parameters_may_leave_no_token() {
     assert!(!grammar.can_start(&only(&[a + 1])));
     let mut state = grammar.start();
     state.advance(&[a]).unwrap();
-    assert_eq!(state.mask().tokens().collect::<Vec<_>>(), [EOS]);
+    assert_eq!(mask(&state).tokens().collect::<Vec<_>>(), [EOS]);
     let late = SamplingParams { min_tokens: 2, eos_token_ids: vec![EOS], ..Default::default() };
     assert!(state.goes_on(&late, &[a, a]) && !state.goes_on(&late, &[a]) && !state.goes_on(&only(&[a]), &[a]));
     let without_end = compiler.compile(&regex("a"), LOGITS, &[]).unwrap();
@@ -189,7 +249,7 @@ fn a_mask_that_is_computed_later_is_the_same() {
         let (mut here, mut there, mut lost) = (grammar.start(), grammar.start(), grammar.start());
         let mut outputs = Vec::new();
         for step in 0..20 {
-            let tokens: Vec<TokenId> = here.mask().tokens().filter(|token| *token != EOS).collect();
+            let tokens: Vec<TokenId> = mask(&here).tokens().filter(|token| *token != EOS).collect();
             let Some(&token) = tokens.get(step * 7 % tokens.len().max(1)) else { break };
             outputs.push(token);
             here.advance(&outputs).unwrap();
@@ -212,7 +272,7 @@ fn a_mask_that_is_computed_later_is_the_same() {
 fn the_samples_of_a_request_share_their_time() {
     let grammar = compiler().compile(&lark("start: start start | \"a\""), LOGITS, &[EOS]).unwrap();
     let (mut first, mut second) = (grammar.start(), grammar.start());
-    let token = first.mask().tokens().find(|token| *token != EOS).unwrap();
+    let token = mask(&first).tokens().find(|token| *token != EOS).unwrap();
     let mut outputs = vec![token];
     let error = loop {
         match first.advance(&outputs) {

@@ -219,27 +219,32 @@ impl Sequence {
             seed,
             output_index: self.outputs.len() as u32,
             target,
-            forced: self.thinking.filter(|_| target.is_none()).and_then(|thinking| thinking.forced()),
+            forced: self.thinking.filter(|_| target.is_none()).and_then(|thinking| self.forced(&thinking)),
             history: with_history.then(history),
-            mask: self.grammar.as_ref().filter(|_| target.is_none()).map(|grammar| grammar.mask().clone()),
+            mask: self.grammar.as_ref().filter(|_| target.is_none()).and_then(|grammar| grammar.mask().cloned()),
             bad: if target.is_none() { self.params.bad_after(&self.outputs, &[]) } else { Vec::new() },
         }
     }
 
+    /// The next token, if it is not to be drawn. A grammar whose text has the marks of reasoning is not broken for it.
+    fn forced(&self, thinking: &Thinking) -> Option<TokenId> {
+        thinking.forced().filter(|token| self.allows(*token))
+    }
+
     /// Whether its grammar lets `token` follow.
     pub fn allows(&self, token: TokenId) -> bool {
-        self.grammar.as_ref().is_none_or(|grammar| grammar.mask().contains(token))
+        self.grammar.as_ref().is_none_or(|grammar| grammar.allows(token))
     }
 
     /// Adds drafts to the plan's entry. Each is one more row, from whose logits the token after it is sampled. `masks`
-    /// has the mask after each, if the sequence has a grammar.
-    pub fn add_draft(&self, draft: &[TokenId], masks: Option<Vec<TokenMask>>, planned: &mut PlanSequence) {
-        for (place, &token) in draft.iter().enumerate() {
+    /// has the mask after each, if there is one.
+    pub fn add_draft(&self, draft: &[TokenId], masks: Vec<Option<TokenMask>>, planned: &mut PlanSequence) {
+        for ((place, &token), mask) in draft.iter().enumerate().zip(masks) {
             let last = planned.logits.last().expect("a sequence that decodes asks for its next token");
             let [task] = &last.tasks[..] else { unreachable!("a sequence that decodes is one sample") };
             let mut task = task.clone();
             task.output_index += 1;
-            task.mask = masks.as_ref().map(|masks| masks[place].clone());
+            task.mask = mask;
             task.bad = self.params.bad_after(&self.outputs, &draft[..=place]);
             if let Some(history) = &mut task.history {
                 history.output.push(token);

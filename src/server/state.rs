@@ -18,6 +18,7 @@ use crate::engine::EngineHandle;
 use crate::error::{Error, Result};
 use crate::memory::Traffic;
 use crate::observe::Observer;
+use crate::text::ReasoningFormat;
 use crate::types::TokenId;
 use crate::weights::{Parameters, Sources};
 
@@ -71,6 +72,12 @@ impl ModelFacts {
     /// Whether a request that gives `name` as its model means the policy.
     pub fn is_policy(&self, name: &str) -> bool {
         name.is_empty() || self.names.iter().any(|served| served == name)
+    }
+
+    /// The tokens that open and close reasoning, if the model can sample both.
+    pub(super) fn reasoning_marks(&self) -> Option<(TokenId, TokenId)> {
+        let marks = ReasoningFormat::marks(&self.encoder.as_ref()?.tokenizer);
+        marks.filter(|(open, close)| (*open.max(close) as usize) < self.vocab_size)
     }
 }
 

@@ -12,7 +12,7 @@ mod tool_calls;
 
 pub use chat_template::{ChatTemplate, Conversation, read_tokenizer_config};
 pub use detokenizer::IncrementalDetokenizer;
-pub use reasoning::{ReasoningFormat, ReasoningParser};
+pub use reasoning::{ReasoningFormat, ReasoningParser, ReasoningStart, ReasoningTokens};
 pub use stop::{StopMatcher, StopStrings};
 pub use tokenizer::Tokenizer;
 pub use tokenizer_info::tokenizer_info;

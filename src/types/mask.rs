@@ -24,6 +24,17 @@ impl TokenMask {
         self.0.get(token as usize / 32).is_some_and(|word| word >> (token % 32) & 1 == 1)
     }
 
+    /// The set with `tokens` added.
+    pub fn with(&self, tokens: &[TokenId]) -> Self {
+        let mut words = self.0.to_vec();
+        for token in tokens {
+            let word = *token as usize / 32;
+            words.resize(words.len().max(word + 1), 0);
+            words[word] |= 1 << (token % 32);
+        }
+        Self::from_words(words)
+    }
+
     /// The tokens of the set, ascending.
     pub fn tokens(&self) -> impl Iterator<Item = TokenId> {
         let of_word = |(first, &word): (TokenId, &u32)| {
@@ -52,5 +63,7 @@ mod tests {
         assert_eq!(mask.tokens().collect::<Vec<_>>(), expected);
         assert_eq!((0..200).filter(|token| mask.contains(*token)).collect::<Vec<_>>(), expected);
         assert_eq!(TokenMask::from_words([]).tokens().next(), None);
+        let more = TokenMask::from_words([1 << 3]).with(&[3, 0, 70]);
+        assert_eq!(more.tokens().collect::<Vec<_>>(), [0, 3, 70]);
     }
 }

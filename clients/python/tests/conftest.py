@@ -15,6 +15,7 @@ from fake_server import FakeServer
 from fleets import fleet, pair, servers  # noqa: F401 fixtures
 from models import checksums, read_model
 from rollout_client import AsyncRolloutClient, RolloutClient, ServerProcess
+from scripted import scripted, scripted_model  # noqa: F401 fixtures
 from serving import FIXTURES, PUSH_MODEL, REPOSITORY, SMALL_CACHE, assert_idle, held, outputs, server
 
 # Servers that tests start by themselves take any port for HTTP, because several may run at once.

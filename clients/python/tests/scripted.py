@@ -5,13 +5,36 @@ from __future__ import annotations
 import json
 
 import numpy as np
+import pytest
 
 from models import read_model, write_model
-from serving import FIXTURES
+from rollout_client import ServerProcess
+from serving import FIXTURES, SMALL_CACHE
 
 LIKE = FIXTURES / "llama"
 # How much likelier the scripted token is than any other, and the first answer than the others.
 CERTAIN, PREFERRED = 50.0, 10.0
+
+
+@pytest.fixture(scope="module")
+def scripted_model(request, tmp_path_factory):
+    """A model that gives the module's `ANSWERS`, with its `TEMPLATE`; and the first token of each answer, by name."""
+    answers, directory = request.module.ANSWERS, tmp_path_factory.mktemp("models") / "scripted"
+    starts = write_scripted(directory, request.module.TEMPLATE, list(answers.values()))
+    return directory, dict(zip(answers, starts, strict=True))
+
+
+@pytest.fixture(scope="module")
+def scripted(binary, scripted_model):
+    """A server of the module's model, and the first token of each answer, by name."""
+    directory, starts = scripted_model
+    with ServerProcess(binary, directory, [*SMALL_CACHE, "--mem-util", "0.2"]) as server:
+        yield server, starts
+
+
+def biased(starts, name):
+    """The members of a body that make the model give this answer."""
+    return {"temperature": 0, "logit_bias": {str(starts[name]): 2 * PREFERRED}}
 
 
 def write_scripted(directory, template, answers, special=()):

@@ -9,7 +9,7 @@ import pytest
 
 from raw_http import Wire, post
 from rollout_client import ServerProcess
-from scripted import PREFERRED, write_scripted
+from scripted import biased, write_scripted
 from serving import FIXTURES, SMALL_CACHE
 from vllm_answers import ask
 
@@ -33,23 +33,14 @@ CHAT_TOOLS = [
 QUESTION = [{"role": "user", "content": "What is 1 + 2?"}]
 
 
-@pytest.fixture(scope="module")
-def scripted(binary, tmp_path_factory):
-    """A server of a model that writes calls, and the first token of each of its answers."""
-    model = tmp_path_factory.mktemp("models") / "scripted"
-    starts = dict(zip(ANSWERS, write_scripted(model, TEMPLATE, list(ANSWERS.values())), strict=True))
-    with ServerProcess(binary, model, [*SMALL_CACHE, "--mem-util", "0.2"]) as server:
-        yield server, starts
-
-
 @pytest.fixture
 def send(scripted):
     """Sends a body, and makes the model give one of its answers."""
     server, starts = scripted
 
     def send(name, path=MESSAGES, **members):
-        bias = {"temperature": 0, "logit_bias": {str(starts[name]): 2 * PREFERRED}}
-        return ask(server.http_address, "POST", path, {"messages": QUESTION, "max_tokens": 20, **bias, **members})
+        body = {"messages": QUESTION, "max_tokens": 20, **biased(starts, name), **members}
+        return ask(server.http_address, "POST", path, body)
 
     return send
 
@@ -240,7 +231,12 @@ def test_members_that_nothing_reads_are_listed(send):
             "invalid_request_error",
             "messages[0].content[0].type: image: this model takes text",
         ),
-        ({"thinking": {"type": "enabled", "budget_tokens": 2000}}, 400, "invalid_request_error", "thinking.type"),
+        (
+            {"thinking": {"type": "enabled", "budget_tokens": 2000}},
+            400,
+            "invalid_request_error",
+            "thinking.budget_tokens: 2000 is not below max_tokens 20",
+        ),
         ({"model": "none"}, 404, "not_found_error", "The model `none` does not exist"),
         ({"if_weight_version": 7}, 409, "invalid_request_error", "7"),
     ],

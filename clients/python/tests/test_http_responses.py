@@ -7,9 +7,8 @@ import json
 import openai
 import pytest
 
-from rollout_client import ServerProcess
-from scripted import PREFERRED, write_scripted
-from serving import FIXTURES, SMALL_CACHE
+from scripted import biased
+from serving import FIXTURES
 from vllm_answers import ask
 
 RESPONSES = "/v1/responses"
@@ -24,23 +23,13 @@ CHAT_TOOLS = [{"type": "function", "function": {"name": "add", "description": "a
 QUESTION = "What is 1 + 2?"
 
 
-@pytest.fixture(scope="module")
-def scripted(binary, tmp_path_factory):
-    """A server of a model that writes calls, and the first token of each of its answers."""
-    model = tmp_path_factory.mktemp("models") / "scripted"
-    starts = dict(zip(ANSWERS, write_scripted(model, TEMPLATE, list(ANSWERS.values())), strict=True))
-    with ServerProcess(binary, model, [*SMALL_CACHE, "--mem-util", "0.2"]) as server:
-        yield server, starts
-
-
 @pytest.fixture
 def send(scripted):
     """Sends a body, and makes the model give one of its answers."""
     server, starts = scripted
 
     def send(name, **members):
-        bias = {"temperature": 0, "logit_bias": {str(starts[name]): 2 * PREFERRED}}
-        return ask(server.http_address, "POST", RESPONSES, {"input": QUESTION, **bias, **members})
+        return ask(server.http_address, "POST", RESPONSES, {"input": QUESTION, **biased(starts, name), **members})
 
     return send
 
@@ -83,8 +72,7 @@ def test_a_response_is_the_answer_of_a_chat(scripted, send):
     assert {name: body[name] for name in echoed} == echoed
     assert (body["temperature"], body["top_p"], body["max_output_tokens"], body["store"]) == (0, 1, 20, False)
     messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": QUESTION}]
-    chat = {"messages": messages, "tools": CHAT_TOOLS, "temperature": 0, "max_tokens": 20}
-    chat["logit_bias"] = {str(scripted[1]["call"]): 2 * PREFERRED}
+    chat = {"messages": messages, "tools": CHAT_TOOLS, "max_tokens": 20, **biased(scripted[1], "call")}
     usage = ask(scripted[0].http_address, "POST", "/v1/chat/completions", chat).body["usage"]
     assert body["usage"] == {
         "input_tokens": usage["prompt_tokens"],
@@ -131,15 +119,15 @@ def test_the_end_says_why(send):
 
 
 def test_openais_package(scripted, ai):
-    def biased(name):
-        return {"extra_body": {"temperature": 0, "logit_bias": {str(scripted[1][name]): 2 * PREFERRED}}}
+    def giving(name):
+        return {"extra_body": biased(scripted[1], name)}
 
-    first = ai.responses.create(model="", input=QUESTION, tools=TOOLS, store=False, **biased("call"))
+    first = ai.responses.create(model="", input=QUESTION, tools=TOOLS, store=False, **giving("call"))
     assert first.output_text == "Let me see."
     call = first.output[1]
     result = {"type": "function_call_output", "call_id": call.call_id, "output": "3"}
     items = [{"role": "user", "content": QUESTION}, *(item.model_dump() for item in first.output), result]
-    final = ai.responses.create(model="", input=items, tools=TOOLS, **biased("plain"))
+    final = ai.responses.create(model="", input=items, tools=TOOLS, **giving("plain"))
     assert (final.output_text, final.status) == ("The sum is 3.", "completed")
     function = {"name": "add", "arguments": call.arguments}
     chat = [
@@ -149,7 +137,7 @@ def test_openais_package(scripted, ai):
     ]
     body = {"messages": chat, "tools": CHAT_TOOLS}
     assert final.usage.input_tokens == ask(scripted[0].http_address, "POST", "/tokenize", body).body["count"]
-    with ai.responses.stream(model="", input=QUESTION, tools=TOOLS, **biased("call")) as stream:
+    with ai.responses.stream(model="", input=QUESTION, tools=TOOLS, **giving("call")) as stream:
         kinds = {event.type for event in stream}
         assert stream.get_final_response().output_text == "Let me see."
     assert {"response.output_text.delta", "response.function_call_arguments.delta"} <= kinds

@@ -10,7 +10,7 @@ import openai
 import pytest
 
 from rollout_client import Chat, SamplingParams, ServerProcess
-from scripted import PREFERRED, write_scripted
+from scripted import PREFERRED, biased, write_scripted
 from serving import FIXTURES, SMALL_CACHE
 from vllm_answers import ask, assert_like_vllm, events, recorded
 
@@ -49,28 +49,14 @@ TOOLS = [
 QUESTION = [{"role": "user", "content": "What is 1 + 2?"}]
 
 
-@pytest.fixture(scope="module")
-def scripted(binary, tmp_path_factory):
-    """A server of a model that writes calls, and the first token of each of its answers."""
-    model = tmp_path_factory.mktemp("models") / "scripted"
-    starts = dict(zip(ANSWERS, write_scripted(model, TEMPLATE, list(ANSWERS.values())), strict=True))
-    with ServerProcess(binary, model, [*SMALL_CACHE, "--mem-util", "0.2"]) as server:
-        yield server, starts
-
-
 @pytest.fixture
 def ai(scripted):
     with openai.OpenAI(base_url=f"http://{scripted[0].http_address}/v1", api_key="none", max_retries=0) as client:
         yield client
 
 
-def biased(scripted, name):
-    """What makes the model give this answer."""
-    return {"temperature": 0, "logit_bias": {str(scripted[1][name]): 2 * PREFERRED}}
-
-
 def create(ai, scripted, name, **members):
-    return ai.chat.completions.create(model="", messages=QUESTION, tools=TOOLS, **biased(scripted, name), **members)
+    return ai.chat.completions.create(model="", messages=QUESTION, tools=TOOLS, **biased(scripted[1], name), **members)
 
 
 def joined(stream):
@@ -103,7 +89,7 @@ def test_calls_are_found_and_nothing_is_lost(ai, scripted, name):
 
 
 def test_without_tools_or_with_none_the_text_is_as_it_was_written(ai, scripted):
-    chosen = biased(scripted, "call")
+    chosen = biased(scripted[1], "call")
     bare = ai.chat.completions.create(model="", messages=QUESTION, **chosen).choices[0]
     none = create(ai, scripted, "call", tool_choice="none").choices[0]
     for choice in (bare, none):
@@ -126,7 +112,7 @@ def test_a_round_with_the_tools_result(ai, scripted):
     assert f"<|im_start|>assistant\n{TEXTS['call']}<|im_end|>\n" in text
     assert "<tool_response>\n3\n</tool_response>" in text
     assert '{"type": "function", "function": {"name": "add", "description": "add two numbers", "parameters"' in text
-    final = ai.chat.completions.create(model="", messages=messages, tools=TOOLS, **biased(scripted, "plain"))
+    final = ai.chat.completions.create(model="", messages=messages, tools=TOOLS, **biased(scripted[1], "plain"))
     assert (final.choices[0].message.content, final.choices[0].finish_reason) == ("The sum is 3.", "stop")
 
 
@@ -144,7 +130,7 @@ def test_the_same_chat_through_grpc(ai, scripted):
 
 
 def test_openais_helpers(ai, scripted):
-    with ai.chat.completions.stream(model="", messages=QUESTION, tools=TOOLS, **biased(scripted, "two")) as stream:
+    with ai.chat.completions.stream(model="", messages=QUESTION, tools=TOOLS, **biased(scripted[1], "two")) as stream:
         kinds = {event.type for event in stream}
         message = stream.get_final_completion().choices[0].message
     assert {"tool_calls.function.arguments.delta", "tool_calls.function.arguments.done"} <= kinds
@@ -154,14 +140,16 @@ def test_openais_helpers(ai, scripted):
         address = f"http://{scripted[0].http_address}/v1"
         async with openai.AsyncOpenAI(base_url=address, api_key="none", max_retries=0) as client:
             several = (
-                client.chat.completions.create(model="", messages=QUESTION, tools=TOOLS, n=2, **biased(scripted, name))
+                client.chat.completions.create(
+                    model="", messages=QUESTION, tools=TOOLS, n=2, **biased(scripted[1], name)
+                )
                 for name in ("call", "plain")
             )
             calls, plain = await asyncio.gather(*several)
             assert [choice.finish_reason for choice in calls.choices] == ["tool_calls"] * 2
             assert [choice.message.content for choice in plain.choices] == ["The sum is 3."] * 2
             stream = await client.chat.completions.create(
-                model="", messages=QUESTION, tools=TOOLS, stream=True, **biased(scripted, "call")
+                model="", messages=QUESTION, tools=TOOLS, stream=True, **biased(scripted[1], "call")
             )
             return joined([chunk async for chunk in stream])
 
@@ -171,7 +159,7 @@ def test_openais_helpers(ai, scripted):
 
 def test_answers_with_calls_are_like_vllms(scripted):
     """vLLM's answer to `required` is compared, because its model never calls a tool of its own accord."""
-    body = {"messages": QUESTION, "tools": TOOLS, "max_tokens": 20, **biased(scripted, "two")}
+    body = {"messages": QUESTION, "tools": TOOLS, "max_tokens": 20, **biased(scripted[1], "two")}
     ours = ask(scripted[0].http_address, "POST", "/v1/chat/completions", body)
     differences = {
         "usage.prompt_tokens_details": "we say how many tokens came from the cache",

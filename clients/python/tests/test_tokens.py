@@ -75,6 +75,7 @@ ROUTES = {
     "POST /v1/chat/completions": "generate",
     "POST /v1/chat/completions/render": "generate",
     "POST /v1/responses": "generate",
+    "POST /invocations": "generate",
     "POST /v1/messages": "generate",
     "POST /v1/messages/count_tokens": "generate",
     "POST /tokenize": "generate",

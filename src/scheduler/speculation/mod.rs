@@ -130,10 +130,11 @@ impl Scheduler {
         let known = sequence.num_tokens();
         let room = self.cache.room(&sequence.table) - known;
         let mut draft = &draft[..draft.len().min(room)];
-        let masks = sequence.grammar.as_ref().map(|grammar| grammar.masks_after(draft, &mut self.mask_budget));
-        if let Some(masks) = &masks {
-            draft = &draft[..masks.len()];
-        }
+        let masks = match &sequence.grammar {
+            Some(grammar) => grammar.masks_after(draft, &mut self.mask_budget),
+            None => vec![None; draft.len()],
+        };
+        draft = &draft[..masks.len()];
         self.cache.grow(&mut sequence.table, known + draft.len());
         sequence.matched = matched;
         sequence.add_draft(draft, masks, &mut builder.plan.sequences[place]);

@@ -39,7 +39,7 @@ use crate::engine::{AbortTarget, RequestKind, ValidRequest};
 use crate::error::{Error, Result};
 use crate::grammar::Grammar;
 use crate::memory::Charge;
-use crate::text::StopStrings;
+use crate::text::{ReasoningFormat, StopStrings};
 use crate::types::{Prompt, SamplingParams, TokenId, WeightVersion};
 
 /// Most samples of one prompt: GRPO groups are 4 to 64, best-of-n and pass@k go up to 1,000.
@@ -101,8 +101,18 @@ fn params_bytes(params: &SamplingParams, has_grammar: bool, samples: usize) -> u
 ///
 /// # Errors
 /// `ResourceExhausted` if there is not enough memory to encode its texts, or too many grammars are being compiled.
-pub(super) fn generate(
+pub(super) fn generate(request: pb::GenerateRequest, model: &ModelFacts, charge: &mut Charge) -> Result<ValidRequest> {
+    generate_sparing(request, None, model, charge)
+}
+
+/// Checks a `GenerateRequest` of one prompt. Its grammar constrains only what follows the reasoning of the format
+/// `spared`, if one is given.
+///
+/// # Errors
+/// Those of [`generate`].
+pub(super) fn generate_sparing(
     mut request: pb::GenerateRequest,
+    spared: Option<ReasoningFormat>,
     model: &ModelFacts,
     charge: &mut Charge,
 ) -> Result<ValidRequest> {
@@ -112,10 +122,15 @@ pub(super) fn generate(
     if request.return_text {
         encoder("return_text", model, "ask for token ids only")?;
     }
-    let (sampling, prompt_sampling) = sampling::for_generate(&mut request, model)?;
+    let (sampling, prompt_sampling) = sampling::for_generate(&mut request, spared.is_some(), model)?;
+    let request_id = request_id(request.request_id)?;
+    let prompts = prompt::prompts(request.prompts, model, charge)?;
+    let spare = |grammar| match spared.zip(prompts.first()) {
+        Some((format, prompt)) => structured::after_reasoning(grammar, format, &prompt.tokens, model),
+        None => grammar,
+    };
     Ok(ValidRequest {
-        request_id: request_id(request.request_id)?,
-        prompts: prompt::prompts(request.prompts, model, charge)?,
+        request_id,
         kind: RequestKind::Generate {
             n,
             seed: sampling.seed.unwrap_or_else(rand::random),
@@ -124,7 +139,8 @@ pub(super) fn generate(
             return_text: request.return_text,
         },
         params: sampling.params,
-        grammar: sampling.grammar,
+        grammar: sampling.grammar.map(spare),
+        prompts,
         prompt_sampling,
         adapter: named(request.adapter)?,
         if_weight_version: request.if_weight_version,

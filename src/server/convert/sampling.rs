@@ -7,7 +7,6 @@ use super::structured::Grammars;
 use super::{ModelFacts, check_ids, check_length, check_most, encoder, pb};
 use crate::engine::PromptSampling;
 use crate::error::{Error, Result};
-use crate::text::ReasoningFormat;
 use crate::types::{Distribution, SamplingParams, ThinkingBudget, TokenId};
 
 /// Smallest temperature that is not greedy, and smallest repetition penalty. A float32 logit divided by less is
@@ -38,11 +37,13 @@ const REPETITION_PENALTIES: Numbers = (|v| (MIN_DIVISOR..=1.0 / MIN_DIVISOR).con
 const PENALTIES: Numbers = (|v| v.abs() <= 2.0, "a number in [-2, 2]");
 
 /// Checks the sampling of a `GenerateRequest`. The map has that of the prompts that have their own, by index.
+/// `spares_reasoning`: a grammar does not constrain the reasoning.
 ///
 /// # Errors
 /// `ResourceExhausted` if too many grammars are being compiled.
 pub(super) fn for_generate(
     request: &mut pb::GenerateRequest,
+    spares_reasoning: bool,
     model: &ModelFacts,
 ) -> Result<(PromptSampling, BTreeMap<u32, PromptSampling>)> {
     let (top_logprobs, top_logprobs_of) = (request.top_logprobs, ranked(request.top_logprobs_of)?);
@@ -51,7 +52,12 @@ pub(super) fn for_generate(
     check_ids("logprob_token_ids", &named, model)?;
     let sampling = |given: pb::SamplingParams, grammars: &mut Grammars| {
         let logprob_token_ids = named.clone();
-        let params = SamplingParams { top_logprobs, logprob_token_ids, top_logprobs_of, ..params(&given, model)? };
+        let params = SamplingParams {
+            top_logprobs,
+            logprob_token_ids,
+            top_logprobs_of,
+            ..params(&given, spares_reasoning, model)?
+        };
         let grammar = given.structured_outputs.map(|outputs| grammars.grammar(outputs, &params, model)).transpose()?;
         Ok(PromptSampling { params: Arc::new(params), grammar, seed: given.seed })
     };
@@ -78,7 +84,7 @@ fn ranked(given: i32) -> Result<Distribution> {
 }
 
 /// Checks the `SamplingParams` of a request, or of a prompt, that generates.
-fn params(p: &pb::SamplingParams, model: &ModelFacts) -> Result<SamplingParams> {
+fn params(p: &pb::SamplingParams, spares_reasoning: bool, model: &ModelFacts) -> Result<SamplingParams> {
     let default = SamplingParams::default();
     let max_tokens = p.max_tokens.unwrap_or(default.max_tokens);
     ensure!(max_tokens > 0, "sampling.max_tokens", "0 tokens; ask for at least 1, or use Score");
@@ -96,7 +102,7 @@ fn params(p: &pb::SamplingParams, model: &ModelFacts) -> Result<SamplingParams> 
         stop_strings: stop_strings(&p.stop, model)?,
         bad_words: bad_words(&p.bad_words, model)?,
         skip_special_tokens: p.skip_special_tokens.unwrap_or(default.skip_special_tokens),
-        thinking: p.thinking_token_budget.map(|tokens| thinking(tokens, p, model)).transpose()?,
+        thinking: p.thinking_token_budget.map(|tokens| thinking(tokens, p, spares_reasoning, model)).transpose()?,
         ..distribution(p, model)?
     };
     check_satisfiable(&params, model)?;
@@ -190,16 +196,15 @@ fn stop_strings(stop: &[String], model: &ModelFacts) -> Result<Vec<String>> {
 }
 
 /// The limit of `tokens` tokens on the model's reasoning.
-fn thinking(tokens: u32, p: &pb::SamplingParams, model: &ModelFacts) -> Result<ThinkingBudget> {
+fn thinking(tokens: u32, p: &pb::SamplingParams, spares_reasoning: bool, model: &ModelFacts) -> Result<ThinkingBudget> {
     let field = "sampling.thinking_token_budget";
-    let tokenizer = &encoder(field, model, "leave it unset")?.tokenizer;
-    let marks = ReasoningFormat::marks(tokenizer).filter(|(_, close)| (*close as usize) < model.vocab_size);
-    let Some((open, close)) = marks else {
+    encoder(field, model, "leave it unset")?;
+    let Some((open, close)) = model.reasoning_marks() else {
         let message = "this model's tokenizer does not have <think> and </think> as tokens; leave it unset";
         return Err(Error::invalid(field, message));
     };
     let message = "cannot be combined with structured_outputs, which constrain the text from its first token";
-    ensure!(p.structured_outputs.is_none(), field, "{message}");
+    ensure!(spares_reasoning || p.structured_outputs.is_none(), field, "{message}");
     let is_allowed = p.allowed_token_ids.is_empty() || p.allowed_token_ids.contains(&close);
     ensure!(is_allowed, "sampling.allowed_token_ids", "lacks {close} (</think>), which thinking_token_budget forces");
     Ok(ThinkingBudget { tokens, open, close })

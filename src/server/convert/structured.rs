@@ -8,6 +8,7 @@ use super::pb::structured_outputs::Kind;
 use super::{ModelFacts, encoder, pb};
 use crate::error::{Error, Result};
 use crate::grammar::{Grammar, GrammarSource};
+use crate::text::{ReasoningFormat, ReasoningStart};
 use crate::types::{SamplingParams, TokenId};
 
 const FIELD: &str = "sampling.structured_outputs";
@@ -56,6 +57,20 @@ impl Grammars {
             return Err(wrong(message.into()));
         }
         Ok(grammar.clone())
+    }
+}
+
+/// The grammar of what follows the reasoning, if a model with reasoning of this format may reason after `prompt`.
+pub(super) fn after_reasoning(
+    grammar: Arc<Grammar>,
+    format: ReasoningFormat,
+    prompt: &[TokenId],
+    model: &ModelFacts,
+) -> Arc<Grammar> {
+    let Some((encoder, (open, close))) = model.encoder.as_ref().zip(model.reasoning_marks()) else { return grammar };
+    match format.start_after(prompt, &encoder.tokenizer) {
+        ReasoningStart::Closed => grammar,
+        start => Arc::new(grammar.after_reasoning(open, close, start == ReasoningStart::Open)),
     }
 }
 

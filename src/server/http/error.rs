@@ -70,7 +70,7 @@ impl HttpError {
     }
 
     pub(super) fn no_route() -> Self {
-        Error::NotFound("there is no such route; /openapi.json lists all".into()).into()
+        Error::NotFound("unknown route; /openapi.json lists all routes".into()).into()
     }
 
     pub(super) fn wrong_method() -> Self {

@@ -81,6 +81,7 @@ fn table() -> impl Iterator<Item = (Role, Route)> {
         (Role::Generate, routes!(openai::chat::chat_completions)),
         (Role::Generate, routes!(openai::chat::render)),
         (Role::Generate, routes!(openai::responses::responses)),
+        (Role::Generate, routes!(openai::invocations::invocations)),
         (Role::Generate, routes!(anthropic::messages)),
         (Role::Generate, routes!(anthropic::count_tokens)),
         (Role::Generate, routes!(openai::tokens::tokenize)),
@@ -146,5 +147,6 @@ fn unix_seconds() -> u64 {
 
 #[cfg(test)]
 mod tests {
+    pub(super) mod bodies;
     pub(super) mod heap;
 }

@@ -57,6 +57,14 @@ pub(super) struct JsonBody<T> {
     pub(super) caller: Caller,
 }
 
+/// The body of a request as it came: JSON, if its headers are right.
+pub(super) struct RawBody {
+    text: BytesMut,
+    /// Covers the text twice, because a buffer that grows is copied into one of up to twice its size.
+    charge: Charge,
+    caller: Caller,
+}
+
 /// Paths of members that the route does not know, and which have no effect.
 #[derive(Default)]
 pub(super) struct Ignored {
@@ -95,7 +103,7 @@ impl Ignored {
     }
 }
 
-impl<T: DeserializeOwned + Send + 'static> FromRequest<AppState> for JsonBody<T> {
+impl FromRequest<AppState> for RawBody {
     type Rejection = HttpError;
 
     async fn from_request(request: Request, app: &AppState) -> HttpResult<Self> {
@@ -107,24 +115,42 @@ impl<T: DeserializeOwned + Send + 'static> FromRequest<AppState> for JsonBody<T>
             return Err(too_large(length));
         }
         let caller = request.extensions().get().copied().unwrap_or_default();
-        let mut body = BytesMut::new();
+        let mut text = BytesMut::new();
         // The connection has broken, or its chunks are malformed.
         let broken = |error| Error::invalid("body", format!("broke off: {error}"));
         receive(request.into_body().into_data_stream(), STALL_TIMEOUT, broken, |frame| {
-            if body.len() + frame.len() > MAX_BODY_BYTES {
-                return Err(too_large(body.len() + frame.len()));
+            if text.len() + frame.len() > MAX_BODY_BYTES {
+                return Err(too_large(text.len() + frame.len()));
             }
-            // Twice, because a buffer that grows is copied into one of up to twice its size.
             charge.grow(2 * frame.len() as u64)?;
-            body.extend_from_slice(frame);
-            Ok((body.len(), length))
+            text.extend_from_slice(frame);
+            Ok((text.len(), length))
         })
         .await?;
-        if body.len() <= INLINE_BYTES {
-            return Ok(parse(&body, charge, caller)?);
+        Ok(Self { text, charge, caller })
+    }
+}
+
+impl RawBody {
+    /// The result of `parse`, which is called with the text.
+    pub(super) async fn parse<T: Send + 'static>(
+        self,
+        parse: impl FnOnce(&[u8], Charge, Caller) -> Result<T> + Send + 'static,
+    ) -> HttpResult<T> {
+        let Self { text, charge, caller } = self;
+        if text.len() <= INLINE_BYTES {
+            return Ok(parse(&text, charge, caller)?);
         }
-        let parsed = tokio::task::spawn_blocking(move || parse(&body, charge, caller)).await;
+        let parsed = tokio::task::spawn_blocking(move || parse(&text, charge, caller)).await;
         Ok(parsed.unwrap_or_else(|e| Err(Error::Internal(format!("parsing the body failed: {e}"))))?)
+    }
+}
+
+impl<T: DeserializeOwned + Send + 'static> FromRequest<AppState> for JsonBody<T> {
+    type Rejection = HttpError;
+
+    async fn from_request(request: Request, app: &AppState) -> HttpResult<Self> {
+        RawBody::from_request(request, app).await?.parse(parse).await
     }
 }
 

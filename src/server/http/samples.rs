@@ -18,7 +18,8 @@ use crate::memory::{Charge, Traffic};
 use crate::server::calls::Deadline;
 use crate::server::replies::Writer;
 use crate::server::requests::{ReceivedRequest, start, takes_long};
-use crate::server::{ServingContext, convert, pb};
+use crate::server::{ModelFacts, ServingContext, convert, pb};
+use crate::text::ReasoningFormat;
 use crate::types::TokenLogprobs;
 
 /// Messages of a reply that are to be sent next.
@@ -35,7 +36,10 @@ pub(super) trait Samples: Send + Unpin + 'static {
         event(&error.into_body())
     }
 
-    fn prompt_logprobs(&mut self, prompt: usize, logprobs: Vec<TokenLogprobs>) -> Result<()>;
+    /// Takes the log-probabilities of a prompt, which not every route reports.
+    fn prompt_logprobs(&mut self, _prompt: usize, _logprobs: Vec<TokenLogprobs>) -> Result<()> {
+        Ok(())
+    }
 
     /// Streams a token of a sample that does not end with it, and the text that it completes.
     fn token(&mut self, index: (u32, u32), token: &TokenLogprobs, text: String, out: &mut Outbox) -> Result<()>;
@@ -59,15 +63,16 @@ pub(super) trait Samples: Send + Unpin + 'static {
     fn answer(&mut self, summary: &Summary) -> Bytes;
 }
 
-/// Answers a request for samples. `read` returns the message to the engine, and a function that makes the writer.
+/// Answers a request for samples. `read` returns the message to the engine, the format of the reasoning that a grammar
+/// spares, and a function that makes the writer.
 pub(super) async fn sample<T, S: Samples, W: FnOnce(&ValidRequest, &Traffic) -> S>(
     app: &AppState,
     body: JsonBody<T>,
-    read: impl FnOnce(T, &ServingContext) -> Result<(pb::GenerateRequest, W)>,
+    read: impl FnOnce(T, &ServingContext) -> Result<(pb::GenerateRequest, Option<ReasoningFormat>, W)>,
 ) -> HttpResult<Response> {
     let context = app.server.context()?;
     let JsonBody { value, bytes, charge, ignored, caller } = body;
-    let (message, writer) = read(value, &context)?;
+    let (message, spared, writer) = read(value, &context)?;
     let (takes_long, is_stream) = (takes_long(&message, bytes), message.stream_tokens);
     let adapter = message.adapter.clone();
     let deadline = Deadline::new(None, &app.server);
@@ -80,7 +85,10 @@ pub(super) async fn sample<T, S: Samples, W: FnOnce(&ValidRequest, &Traffic) -> 
         samples: writer(request, &context.traffic),
         charge: context.traffic.charge_always(0),
     };
-    let replies = start(&app.server, received, convert::generate, writer).await?;
+    let convert = move |message, model: &ModelFacts, charge: &mut Charge| {
+        convert::generate_sparing(message, spared, model, charge)
+    };
+    let replies = start(&app.server, received, convert, writer).await?;
     match answer(replies, is_stream, &ignored, &app.server.panics).await {
         Err(Error::NotFound(_)) => Err(unknown_model(&context, &adapter).await),
         answered => Ok(answered?),

@@ -12,6 +12,17 @@ const MAX_SPACE: usize = 64;
 /// the answer continues a message.
 const MAX_TURN: usize = 1 << 15;
 
+/// How a text begins that follows a prompt.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum ReasoningStart {
+    /// With reasoning, even if it does not begin with `<think>`.
+    Open,
+    /// With reasoning if it begins with `<think>`.
+    Possible,
+    /// Without: the prompt has closed the reasoning.
+    Closed,
+}
+
 /// When the text before `</think>` is reasoning.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum ReasoningFormat {
@@ -45,16 +56,45 @@ impl ReasoningFormat {
         self != Self::DeepSeekR1
     }
 
-    /// Whether a text that follows `prompt` begins with reasoning, even if it does not begin with `<think>`.
-    pub fn is_open_after(self, prompt: &[TokenId], tokenizer: &Tokenizer) -> bool {
+    /// How a text begins that follows `prompt`.
+    pub fn start_after(self, prompt: &[TokenId], tokenizer: &Tokenizer) -> ReasoningStart {
         let searched = &prompt[prompt.len().saturating_sub(MAX_TURN)..];
         // A turn begins with a special token.
         let start = searched.iter().rposition(|token| tokenizer.is_special(*token)).map_or(0, |at| at + 1);
         let turn = tokenizer.decode(&searched[start..], false);
         match (turn.rfind(OPEN), turn.rfind(CLOSE)) {
-            (None, None) => self != Self::Marked,
-            (open, close) => open > close,
+            (None, None) if self == Self::Marked => ReasoningStart::Possible,
+            (open, close) if open < close => ReasoningStart::Closed,
+            _ => ReasoningStart::Open,
         }
+    }
+}
+
+/// Finds the tokens of one sample's reasoning.
+#[derive(Clone, Debug)]
+pub struct ReasoningTokens {
+    /// The token that opens the reasoning.
+    open: TokenId,
+    /// The tokens that end it: the mark that closes it, and that of a call.
+    ends: Vec<TokenId>,
+    is_open: bool,
+    is_over: bool,
+}
+
+impl ReasoningTokens {
+    /// `is_open`: the sample begins with reasoning, even if it does not begin with `open`. The tokens `ends` end it.
+    pub fn new(open: TokenId, ends: Vec<TokenId>, is_open: bool) -> Self {
+        Self { open, ends, is_open, is_over: false }
+    }
+
+    /// Takes the sample's next token. Returns whether it belongs to the reasoning; the marks do not.
+    pub fn takes(&mut self, token: TokenId) -> bool {
+        if token == self.open {
+            self.is_open = true;
+            return false;
+        }
+        self.is_over |= self.is_open && self.ends.contains(&token);
+        self.is_open && !self.is_over
     }
 }
 

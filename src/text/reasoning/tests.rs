@@ -94,22 +94,45 @@ fn pieces_of_any_length_give_the_same_parts() {
 }
 
 #[test]
-fn the_prompt_says_whether_reasoning_is_open() {
+fn the_prompt_says_how_the_text_begins() {
+    use ReasoningStart::{Closed, Open, Possible};
     let file = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/fixtures/tokenizer/tokenizer.json");
     let tokenizer = Tokenizer::from_file(Path::new(file)).expect("the fixture is there");
     let asked = "<|im_start|>user\nIs <think> a tag?<|im_end|>\n<|im_start|>assistant\n";
     for (rest, expected) in [
-        ("", [false, true, true]),
-        ("<think>\n", [true; 3]),
-        ("<think>\n\n</think>\n\n", [false; 3]),
-        ("<think>\nHm, it is a", [true; 3]),
-        ("<think>\nHm.\n</think>\n\nYes", [false; 3]),
+        ("", [Possible, Open, Open]),
+        ("<think>\n", [Open; 3]),
+        ("<think>\n\n</think>\n\n", [Closed; 3]),
+        ("<think>\nHm, it is a", [Open; 3]),
+        ("<think>\nHm.\n</think>\n\nYes", [Closed; 3]),
+        ("Hm.\n</think>\n\nYes", [Closed; 3]),
     ] {
         let prompt = tokenizer.encode(&format!("{asked}{rest}"), false).expect("a text");
         let formats = [ReasoningFormat::Marked, ReasoningFormat::DeepSeekR1, ReasoningFormat::Qwen3];
-        assert_eq!(formats.map(|format| format.is_open_after(&prompt, &tokenizer)), expected, "{rest:?}");
+        assert_eq!(formats.map(|format| format.start_after(&prompt, &tokenizer)), expected, "{rest:?}");
     }
     assert!(ReasoningFormat::has_marks(&tokenizer));
+}
+
+#[test]
+fn the_tokens_between_the_marks_are_found() {
+    const OPEN: TokenId = 8;
+    const CLOSE: TokenId = 9;
+    const CALL: TokenId = 10;
+    for (is_open, tokens, expected) in [
+        (false, &[OPEN, 1, 2, CLOSE, 3][..], 2),
+        (false, &[1, OPEN, 2, CLOSE, 3], 1),
+        (false, &[1, 2, CLOSE, 3], 0),
+        (true, &[1, 2, CLOSE, 3], 2),
+        (true, &[OPEN, 1, CLOSE, OPEN, 3], 1),
+        (false, &[OPEN, 1, CALL, 2, CLOSE], 1),
+        (false, &[OPEN, 1, 2], 2),
+        (true, &[], 0),
+    ] {
+        let mut reasoning = ReasoningTokens::new(OPEN, vec![CLOSE, CALL], is_open);
+        let found = tokens.iter().filter(|token| reasoning.takes(**token)).count();
+        assert_eq!(found, expected, "{is_open} {tokens:?}");
+    }
 }
 
 #[test]

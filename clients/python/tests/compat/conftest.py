@@ -29,6 +29,8 @@ ANSWERS = [
     ["<tool_call>\n", '{"name": "add", "arguments": ', '{"a": 1, "b": 2}}', "\n</tool_call>"],
     ["The sum", " is 3."],
 ]
+THINKS = (FIXTURES / "llama" / "chat_template.jinja").read_text() + "{# <think></think> #}"
+THOUGHT = ["<think>", "One and", " two.", "</think>", "\n\nThree."]
 
 
 @pytest.fixture(scope="session")
@@ -54,6 +56,16 @@ def caller(binary, tmp_path_factory):
     model = tmp_path_factory.mktemp("models") / "caller"
     write_scripted(model, CALLS, ANSWERS)
     with ServerProcess(binary, model, [*SMALL_CACHE, "--mem-util", "0.2", "--served-model-name", "caller"]) as server:
+        yield f"http://{server.http_address}"
+        assert_idle(server.client)
+
+
+@pytest.fixture(scope="session")
+def thinker(binary, tmp_path_factory):
+    """The URL of a server whose model, named `thinker`, thinks before it answers."""
+    model = tmp_path_factory.mktemp("models") / "thinker"
+    write_scripted(model, THINKS, [THOUGHT])
+    with ServerProcess(binary, model, [*SMALL_CACHE, "--mem-util", "0.2", "--served-model-name", "thinker"]) as server:
         yield f"http://{server.http_address}"
         assert_idle(server.client)
 

@@ -98,3 +98,20 @@ def test_errors(claude):
     image = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "AAAA"}}
     with pytest.raises(anthropic.BadRequestError, match="image"):
         claude.messages.create(model="smollm2", max_tokens=1, messages=[{"role": "user", "content": [image]}])
+
+
+def test_thinking(thinker):
+    thinking = {"type": "enabled", "budget_tokens": 1024}
+    options = {"model": "thinker", "max_tokens": 2000, "extra_body": GREEDY, "thinking": thinking}
+    with anthropic.Anthropic(base_url=thinker, auth_token="none", max_retries=0) as claude:
+        message = claude.messages.create(**options, messages=QUESTION)
+        thought, text = message.content
+        assert (thought.type, thought.thinking, text.text) == ("thinking", "One and two.", "\n\nThree.")
+        with claude.messages.stream(**options, messages=QUESTION) as stream:
+            kinds = {event.type for event in stream}
+            final = stream.get_final_message()
+        assert {"thinking", "signature", "text"} <= kinds
+        assert (final.content[0].thinking, final.content[1].text) == (thought.thinking, text.text)
+        assert final.content[0].signature and thought.signature
+        turns = [*QUESTION, {"role": "assistant", "content": message.content}, *QUESTION]
+        assert claude.messages.create(**options, messages=turns).content[1].text == text.text

@@ -64,3 +64,17 @@ def test_what_needs_a_store_is_rejected(ai):
         ai.responses.create(model="smollm2", input=QUESTION, previous_response_id="resp_1")
     with pytest.raises(openai.NotFoundError):
         ai.responses.retrieve("resp_1")
+
+
+def test_reasoning(thinker):
+    options = {"model": "thinker", "input": QUESTION, "temperature": 0, "reasoning": {"effort": "low"}}
+    with openai.OpenAI(base_url=f"{thinker}/v1", api_key="none", max_retries=0) as ai:
+        whole = ai.responses.create(**options)
+        thought, message = whole.output
+        assert (thought.type, thought.content[0].text, message.type) == ("reasoning", "One and two.", "message")
+        assert whole.output_text == "\n\nThree." and whole.usage.output_tokens_details.reasoning_tokens == 2
+        with ai.responses.stream(**options) as stream:
+            kinds = [event.type for event in stream]
+            final = stream.get_final_response()
+        assert kinds.count("response.reasoning_text.delta") == 2
+        assert (final.output[0].content[0].text, final.output_text) == ("One and two.", "\n\nThree.")

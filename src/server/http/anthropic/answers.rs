@@ -60,6 +60,12 @@ impl MessageUsage {
 #[derive(Serialize, ToSchema)]
 #[serde(tag = "type", rename_all = "snake_case")]
 pub(super) enum ContentBlock {
+    Thinking {
+        thinking: String,
+        /// Arbitrary, as nothing checks it. Absent at the beginning of a stream's block.
+        #[serde(skip_serializing_if = "Option::is_none")]
+        signature: Option<String>,
+    },
     Text {
         text: String,
     },
@@ -99,10 +105,16 @@ impl MessageEvent<'_> {
 
 /// The new part of a block.
 #[derive(Serialize)]
-#[serde(tag = "type", rename_all = "snake_case")]
+#[serde(tag = "type")]
 pub(super) enum ContentDelta {
-    TextDelta { text: String },
-    InputJsonDelta { partial_json: String },
+    #[serde(rename = "thinking_delta")]
+    Thinking { thinking: String },
+    #[serde(rename = "signature_delta")]
+    Signature { signature: String },
+    #[serde(rename = "text_delta")]
+    Text { text: String },
+    #[serde(rename = "input_json_delta")]
+    InputJson { partial_json: String },
 }
 
 /// The number of a conversation's tokens.

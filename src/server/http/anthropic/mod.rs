@@ -83,7 +83,8 @@ pub(super) async fn messages(
     sample(&app, body, |body, context| {
         let body = body.into_chat(|| takes_later_system(context))?;
         let (message, options) = chat::message(body, request_id(&headers), context)?;
-        Ok((message, |request: &ValidRequest, traffic: &Traffic| MessageWriter::new(request, options, traffic)))
+        let spared = options.spared;
+        Ok((message, spared, |request: &ValidRequest, traffic: &Traffic| MessageWriter::new(request, options, traffic)))
     })
     .await
 }

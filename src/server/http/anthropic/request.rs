@@ -10,11 +10,13 @@ use crate::error::{Error, Result, shown};
 use crate::server::ServingContext;
 use crate::server::http::members;
 use crate::server::http::openai::chat::{
-    ChatMessage, ChatPrompt, ChatRequest, ChatTool, named_tool, raw, schema_format, with_effort,
+    ChatMessage, ChatPrompt, ChatRequest, ChatTool, named_tool, raw, reasoning_variables, schema_format,
 };
 use crate::server::http::openai::sampling::Sampling;
 use crate::text::Conversation;
 
+/// Smallest `budget_tokens`, as in Anthropic's API.
+const LEAST_BUDGET: u32 = 1024;
 /// Longest part of a client's text in an error.
 const MAX_SHOWN: usize = 128;
 
@@ -53,7 +55,7 @@ members! {
         /// Whether the model may call a tool: `{"type": "auto"}`, `any`, `none`, or `tool` with its name (default:
         /// auto).
         tool_choice: InputChoice,
-        /// Whether the model is to reason. A budget is not supported.
+        /// Whether the model is to reason, and how long at most.
         thinking: ThinkingConfig,
         /// The effort of reasoning, and the form of the text.
         output_config: OutputConfig,
@@ -97,8 +99,22 @@ enum ChoiceKind {
 /// Whether the model is to reason.
 #[derive(Deserialize, ToSchema)]
 pub(super) struct ThinkingConfig {
-    /// `adaptive` or `disabled`.
+    /// `enabled`, `adaptive` or `disabled`.
     r#type: String,
+    /// If enabled, tokens of reasoning after which `</think>` follows without a draw, below `max_tokens`.
+    #[schema(minimum = 1024)]
+    budget_tokens: Option<u32>,
+}
+
+/// The reasoning that [`ThinkingConfig`] asks for.
+#[derive(Clone, Copy)]
+enum AskedThinking {
+    /// As the model likes.
+    Adaptive,
+    Disabled,
+    Enabled {
+        budget: u32,
+    },
 }
 
 /// The effort of reasoning, and the form of the text.
@@ -148,6 +164,16 @@ impl MessagesRequest {
         if let Some(texts) = stop_sequences {
             sampling.stop.get_or_insert_default().0.extend(texts);
         }
+        if let AskedThinking::Enabled { budget } = prompt.asked_thinking()? {
+            if budget >= max_tokens {
+                let message = format!("{budget} is not below max_tokens {max_tokens}, which the text needs too");
+                return Err(Error::invalid("thinking.budget_tokens", message));
+            }
+            if sampling.thinking_token_budget.replace(budget.into()).is_some() {
+                let message = "cannot be combined with thinking.budget_tokens; send one of them";
+                return Err(Error::invalid("thinking_token_budget", message));
+            }
+        }
         if let Some(format) = prompt.format()?
             && sampling.response_format.replace(format).is_some()
         {
@@ -160,6 +186,10 @@ impl MessagesRequest {
 }
 
 impl MessagesPrompt {
+    fn asked_thinking(&self) -> Result<AskedThinking> {
+        self.thinking.as_ref().map_or(Ok(AskedThinking::Adaptive), ThinkingConfig::asked)
+    }
+
     /// The `response_format` of the text, if one is asked for.
     fn format(&self) -> Result<Option<Box<RawValue>>> {
         let format = self.output_config.as_ref().and_then(|config| config.format.as_ref());
@@ -179,6 +209,7 @@ impl MessagesPrompt {
     /// # Errors
     /// `InvalidArgument` for members whose values only these bodies have.
     pub(super) fn into_chat(self, takes_later_system: impl FnOnce() -> bool) -> Result<ChatRequest> {
+        let asked = self.asked_thinking()?;
         let given = self.messages.ok_or_else(|| Error::invalid("messages", "is missing; give a list of messages"))?;
         let mut system = self.system.map_or_else(|| Ok(String::new()), |blocks| blocks.into_system("system"))?;
         let joins = given.iter().any(|message| message.role == Speaker::System) && !takes_later_system();
@@ -194,35 +225,43 @@ impl MessagesPrompt {
         if !system.is_empty() {
             messages.insert(0, ChatMessage::new("system", vec![system]));
         }
-        let effort = effort(self.thinking.as_ref(), self.output_config.as_ref())?;
+        let effort = match asked {
+            AskedThinking::Disabled => Some("none".into()),
+            _ => self.output_config.and_then(|config| config.effort),
+        };
+        let thinks = matches!(asked, AskedThinking::Enabled { .. }).then_some(true);
         let tools = self.tools.unwrap_or_default().into_iter().enumerate();
         let tools = tools.map(|(i, tool)| tool.into_chat(i)).collect::<Result<Vec<_>>>()?;
         let tool_choice = self.tool_choice.map(|choice| choice.into_chat()).transpose()?;
         let prompt = ChatPrompt {
             messages: Some(raw(&messages)?),
             tools: (!tools.is_empty()).then(|| raw(&tools)).transpose()?,
-            chat_template_kwargs: with_effort(self.chat_template_kwargs, effort.as_deref())?,
+            chat_template_kwargs: reasoning_variables(self.chat_template_kwargs, effort.as_deref(), thinks)?,
             ..ChatPrompt::default()
         };
         Ok(ChatRequest { prompt, tool_choice: tool_choice.as_ref().map(raw).transpose()?, ..ChatRequest::default() })
     }
 }
 
-/// The effort of reasoning that is asked for, if any.
-fn effort(thinking: Option<&ThinkingConfig>, config: Option<&OutputConfig>) -> Result<Option<String>> {
-    match thinking.map(|thinking| thinking.r#type.as_str()) {
-        Some("disabled") => return Ok(Some("none".into())),
-        None | Some("adaptive") => {}
-        Some("enabled") => {
-            let message = "enabled: budget_tokens is not supported; send adaptive, and the effort in output_config";
-            return Err(Error::invalid("thinking.type", message));
-        }
-        Some(other) => {
-            let message = format!("{:?} is neither adaptive nor disabled", shown(other, MAX_SHOWN));
-            return Err(Error::invalid("thinking.type", message));
+impl ThinkingConfig {
+    fn asked(&self) -> Result<AskedThinking> {
+        match (self.r#type.as_str(), self.budget_tokens) {
+            ("disabled", _) => Ok(AskedThinking::Disabled),
+            ("adaptive", _) => Ok(AskedThinking::Adaptive),
+            ("enabled", Some(budget @ LEAST_BUDGET..)) => Ok(AskedThinking::Enabled { budget }),
+            ("enabled", Some(budget)) => {
+                let message = format!("{budget} is below {LEAST_BUDGET}; thinking_token_budget takes any number");
+                Err(Error::invalid("thinking.budget_tokens", message))
+            }
+            ("enabled", None) => {
+                Err(Error::invalid("thinking.budget_tokens", "is missing; give the maximum of the reasoning's tokens"))
+            }
+            (other, _) => {
+                let message = format!("{:?} is none of enabled, adaptive and disabled", shown(other, MAX_SHOWN));
+                Err(Error::invalid("thinking.type", message))
+            }
         }
     }
-    Ok(config.and_then(|config| config.effort.clone()))
 }
 
 impl InputTool {

@@ -1,28 +1,21 @@
 use serde_json::{Value, json};
 
 use super::request::MessagesRequest;
-use crate::error::{Error, Result};
-use crate::memory::Traffic;
+use crate::error::Result;
 use crate::server::http::openai::chat::ChatRequest;
-use crate::server::http::request_body::{parse, parsed_bytes};
+use crate::server::http::request_body::parsed_bytes;
+use crate::server::http::tests::bodies::{assert_counted, assert_named, parsed, value_of};
 use crate::server::http::tests::heap::peak_of;
-use crate::server::security::Caller;
 
 fn chat_of(body: &Value, takes_later_system: bool) -> Result<ChatRequest> {
-    let charge = Traffic::new(1 << 40).charge_always(0);
-    let body = parse::<MessagesRequest>(body.to_string().as_bytes(), charge, Caller::default())?;
-    body.value.into_chat(|| takes_later_system)
+    parsed::<MessagesRequest>(&body.to_string())?.value.into_chat(|| takes_later_system)
 }
 
 /// The messages of the chat that a conversation becomes.
 fn messages(system: Value, messages: Value, takes_later_system: bool) -> Value {
     let body = json!({ "max_tokens": 1, "system": system, "messages": messages });
     let chat = chat_of(&body, takes_later_system).expect("valid");
-    serde_json::from_str(chat.prompt.messages.expect("given").get()).expect("is JSON")
-}
-
-fn read(json: Option<&serde_json::value::RawValue>) -> Value {
-    json.map_or(Value::Null, |json| serde_json::from_str(json.get()).expect("is JSON"))
+    value_of(chat.prompt.messages.as_deref())
 }
 
 #[test]
@@ -86,15 +79,55 @@ fn members_have_the_names_of_a_chats() {
         let mut body = body.clone();
         body["tool_choice"] = choice;
         let chat = chat_of(&body, true).expect("valid");
-        assert_eq!(read(chat.tool_choice.as_deref()), expected);
+        assert_eq!(value_of(chat.tool_choice.as_deref()), expected);
         let function = json!({ "name": "add", "description": "Adds.", "parameters": { "type": "object" } });
-        assert_eq!(read(chat.prompt.tools.as_deref()), json!([{ "type": "function", "function": function }]));
+        assert_eq!(value_of(chat.prompt.tools.as_deref()), json!([{ "type": "function", "function": function }]));
         let variables = json!({ "reasoning_effort": "none", "enable_thinking": false });
-        assert_eq!(read(chat.prompt.chat_template_kwargs.as_deref()), variables);
+        assert_eq!(value_of(chat.prompt.chat_template_kwargs.as_deref()), variables);
         let format = json!({ "type": "json_schema", "json_schema": { "schema": {} } });
-        assert_eq!(read(chat.sampling.response_format.as_deref()), format);
+        assert_eq!(value_of(chat.sampling.response_format.as_deref()), format);
         assert_eq!((chat.max_completion_tokens, chat.sampling.temperature), (Some(9), Some(0.5)));
         assert_eq!((chat.sampling.stop_strings(), chat.sampling.stream), (vec!["b".into(), "a".into()], Some(true)));
+    }
+}
+
+#[test]
+fn thinking_is_a_variable_of_the_template_and_a_budget() {
+    for (thinking, effort, variables, budget) in [
+        (Value::Null, Value::Null, Value::Null, None),
+        (json!({ "type": "adaptive" }), Value::Null, Value::Null, None),
+        (
+            json!({ "type": "adaptive" }),
+            json!("low"),
+            json!({ "enable_thinking": true, "reasoning_effort": "low" }),
+            None,
+        ),
+        (
+            json!({ "type": "disabled" }),
+            json!("low"),
+            json!({ "enable_thinking": false, "reasoning_effort": "none" }),
+            None,
+        ),
+        (
+            json!({ "type": "enabled", "budget_tokens": 1024 }),
+            Value::Null,
+            json!({ "enable_thinking": true }),
+            Some(1024),
+        ),
+        (
+            json!({ "type": "enabled", "budget_tokens": 1999 }),
+            json!("max"),
+            json!({ "enable_thinking": true, "reasoning_effort": "max" }),
+            Some(1999),
+        ),
+    ] {
+        let body = json!({
+            "max_tokens": 2000, "messages": [{ "role": "user", "content": "Hi." }], "thinking": thinking,
+            "output_config": { "effort": effort },
+        });
+        let chat = chat_of(&body, true).expect("valid");
+        assert_eq!(value_of(chat.prompt.chat_template_kwargs.as_deref()), variables, "{body}");
+        assert_eq!(chat.sampling.thinking_token_budget, budget, "{body}");
     }
 }
 
@@ -102,7 +135,11 @@ fn members_have_the_names_of_a_chats() {
 fn a_wrong_member_is_named() {
     let user = |content: Value| json!([{ "role": "user", "content": content }]);
     let block = |members: Value| user(json!([members]));
-    for (member, value, named) in [
+    let body = json!({
+        "max_tokens": 2000, "messages": user(json!("Hi.")), "output_config": { "effort": "low" },
+        "thinking": { "type": "enabled", "budget_tokens": 1999 },
+    });
+    let wrong = [
         ("max_tokens", json!(0), "max_tokens"),
         ("max_tokens", Value::Null, "max_tokens"),
         ("messages", Value::Null, "messages"),
@@ -124,46 +161,29 @@ fn a_wrong_member_is_named() {
         ("tools", json!([{ "name": "a", "type": "web_search_20250305" }]), "tools[0].type"),
         ("tool_choice", json!({ "type": "tool" }), "tool_choice.name"),
         ("tool_choice", json!({ "type": "some" }), "tool_choice.type"),
-        ("thinking", json!({ "type": "enabled", "budget_tokens": 1024 }), "thinking.type"),
+        ("thinking", json!({ "type": "enabled" }), "thinking.budget_tokens"),
+        ("thinking", json!({ "type": "enabled", "budget_tokens": 1023 }), "thinking.budget_tokens"),
+        ("thinking", json!({ "type": "enabled", "budget_tokens": 2000 }), "thinking.budget_tokens"),
+        ("thinking_token_budget", json!(3), "thinking_token_budget"),
         ("thinking", json!({ "type": "often" }), "thinking.type"),
         ("output_config", json!({ "format": { "type": "xml", "schema": {} } }), "output_config.format.type"),
         ("n", json!(2), "n"),
         ("return_token_ids", json!(true), "return_token_ids"),
         ("chat_template_kwargs", json!(3), "chat_template_kwargs"),
-    ] {
-        let mut body = json!({ "max_tokens": 1, "messages": user(json!("Hi.")), "output_config": { "effort": "low" } });
-        body[member] = value;
-        match chat_of(&body, true).err() {
-            Some(Error::InvalidArgument { field, .. }) => assert_eq!(field.replace(".?", ""), named, "{body}"),
-            other => panic!("{body}: {other:?}"),
-        }
-    }
+    ];
+    assert_named(&body, wrong, |body| chat_of(body, true));
 }
 
 #[test]
 fn parsing_takes_no_more_than_is_counted_for_it() {
-    for part in [
-        "{}",
-        "{\"role\":\"user\",\"content\":\"\"}",
-        "{\"role\":\"user\",\"content\":[{\"type\":\"\"}]}",
-        "{\"role\":\"user\",\"content\":[{\"type\":\"text\",\"text\":\"\"},{\"type\":\"text\",\"text\":\"\"}]}",
-    ] {
-        let parts = vec![part; (1 << 19) / (part.len() + 1)].join(",");
-        let body = format!("{{\"messages\": [{parts}]}}");
-        let charge = Traffic::new(1 << 40).charge_always(0);
-        let (most, _) =
-            peak_of(|| parse::<MessagesRequest>(body.as_bytes(), charge, Caller::default()).map(|body| body.value));
-        let counted = parsed_bytes(body.as_bytes());
-        assert!(most <= counted + 4096, "{most} bytes of {counted} counted for {part}");
-    }
+    assert_counted("messages", 0, |body| parsed::<MessagesRequest>(body).map(|body| body.value));
 }
 
 #[test]
 fn a_chat_is_written_in_what_is_counted_for_it() {
     for content in [json!("\u{1}".repeat(1 << 18)), json!(vec![json!({ "type": "text", "text": "a" }); 1 << 13])] {
         let body = json!({ "max_tokens": 1, "messages": [{ "role": "user", "content": content }] }).to_string();
-        let charge = Traffic::new(1 << 40).charge_always(0);
-        let parsed = parse::<MessagesRequest>(body.as_bytes(), charge, Caller::default()).expect("valid");
+        let parsed = parsed::<MessagesRequest>(&body).expect("valid");
         let (most, chat) = peak_of(|| parsed.value.into_chat(|| true));
         chat.expect("valid");
         let counted = parsed_bytes(body.as_bytes()) + 2 * body.len() as u64;

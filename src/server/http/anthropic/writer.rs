@@ -30,19 +30,19 @@ pub(super) struct MessageWriter {
 
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum OpenBlock {
+    Thinking,
     Text,
     ToolUse,
 }
 
 impl MessageWriter {
     pub(super) fn new(request: &ValidRequest, options: ChatOptions, traffic: &Traffic) -> Self {
-        let prompt_tokens = request.prompts.first().map_or(0, |prompt| prompt.tokens.len() as u64);
         let samples = if options.report.is_stream { 0 } else { 1 };
         Self {
             id: format!("msg_{}", request.request_id),
-            prompt_tokens,
+            prompt_tokens: request.prompts.first().map_or(0, |prompt| prompt.tokens.len() as u64),
             kept: FinishedSamples::new(samples, options.sample_bytes(), traffic),
-            reader: MessageReader::new(&options, None),
+            reader: MessageReader::new(&options, request),
             options,
             ending: MessageEnding::default(),
             has_begun: false,
@@ -76,16 +76,23 @@ impl MessageWriter {
         for part in self.reader.read(&self.options, text, is_last) {
             match part {
                 MessagePart::Reasoning(text) | MessagePart::Content(text) if text.is_empty() => {}
-                MessagePart::Reasoning(text) | MessagePart::Content(text) => {
+                MessagePart::Reasoning(thinking) => {
+                    if self.open != Some(OpenBlock::Thinking) {
+                        let block = ContentBlock::Thinking { thinking: String::new(), signature: None };
+                        self.open(OpenBlock::Thinking, block, out);
+                    }
+                    self.delta(ContentDelta::Thinking { thinking }, out);
+                }
+                MessagePart::Content(text) => {
                     if self.open != Some(OpenBlock::Text) {
                         self.open(OpenBlock::Text, ContentBlock::Text { text: String::new() }, out);
                     }
-                    self.delta(ContentDelta::TextDelta { text }, out);
+                    self.delta(ContentDelta::Text { text }, out);
                 }
                 MessagePart::Call { id, name } => {
                     self.open(OpenBlock::ToolUse, ContentBlock::ToolUse { id, name, input: object() }, out);
                 }
-                MessagePart::Arguments(partial_json) => self.delta(ContentDelta::InputJsonDelta { partial_json }, out),
+                MessagePart::Arguments(partial_json) => self.delta(ContentDelta::InputJson { partial_json }, out),
             }
         }
     }
@@ -112,7 +119,11 @@ impl MessageWriter {
     }
 
     fn close(&mut self, out: &mut Outbox) {
-        if self.open.take().is_some() {
+        let open = self.open.take();
+        if open == Some(OpenBlock::Thinking) {
+            self.delta(ContentDelta::Signature { signature: signature() }, out);
+        }
+        if open.is_some() {
             send(&MessageEvent::ContentBlockStop { index: self.blocks }, out);
             self.blocks += 1;
         }
@@ -127,10 +138,6 @@ impl Samples for MessageWriter {
         self.close(&mut out);
         out.push_back(named_event("error", &MessagesError::from(error)));
         out.into_iter().collect::<Vec<_>>().concat().into()
-    }
-
-    fn prompt_logprobs(&mut self, _: usize, _: Vec<TokenLogprobs>) -> Result<()> {
-        Ok(())
     }
 
     fn token(&mut self, _: (u32, u32), _: &TokenLogprobs, text: String, out: &mut Outbox) -> Result<()> {
@@ -155,12 +162,13 @@ impl Samples for MessageWriter {
     fn keep_sample(&mut self, completion: Completion) -> Result<()> {
         let held = self.kept.hold(COPIES * completion.text.as_ref().map_or(0, String::len))?;
         let text = self.whole(&completion, completion.text.clone().unwrap_or_default());
-        let WholeMessage { content, calls, .. } = self.reader.clone().read_whole(&self.options, &text);
-        let mut blocks: Vec<_> =
-            content.filter(|text| !text.is_empty()).map(|text| ContentBlock::Text { text }).into_iter().collect();
-        let texts = blocks.len();
+        let WholeMessage { reasoning, content, calls } = self.reader.clone().read_whole(&self.options, &text);
+        let thinking = |thinking| ContentBlock::Thinking { thinking, signature: Some(signature()) };
+        let mut blocks = Vec::new();
+        blocks.extend(reasoning.filter(|text| !text.is_empty()).map(thinking));
+        blocks.extend(content.filter(|text| !text.is_empty()).map(|text| ContentBlock::Text { text }));
         blocks.extend(calls.into_iter().map(block));
-        let has_calls = blocks[texts..].iter().any(|block| matches!(block, ContentBlock::ToolUse { .. }));
+        let has_calls = blocks.iter().any(|block| matches!(block, ContentBlock::ToolUse { .. }));
         if blocks.is_empty() {
             blocks.push(ContentBlock::Text { text: String::new() });
         }
@@ -211,6 +219,11 @@ fn block(call: WholeCall) -> ContentBlock {
         }
         Err(_) => ContentBlock::Text { text: arguments },
     }
+}
+
+/// A signature of a block of thinking.
+fn signature() -> String {
+    format!("{:032x}", rand::random::<u128>())
 }
 
 fn object() -> Box<RawValue> {

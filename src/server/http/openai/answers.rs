@@ -219,11 +219,13 @@ pub(in crate::server::http) struct Usage {
     prompt_tokens: u64,
     total_tokens: u64,
     completion_tokens: u64,
-    /// Absent in events of streams, as is `completion_tokens_details`.
+    /// Absent in events of streams.
     #[serde(skip_serializing_if = "Option::is_none")]
     prompt_tokens_details: Option<PromptDetails>,
+    /// Null if no reasoning is counted, and absent in events of streams.
     #[serde(skip_serializing_if = "Option::is_none")]
-    completion_tokens_details: Option<Null>,
+    #[schema(value_type = Option<CompletionDetails>)]
+    completion_tokens_details: Option<Option<CompletionDetails>>,
 }
 
 /// Times of a request's only sample.
@@ -264,6 +266,13 @@ pub(in crate::server::http) struct PromptDetails {
     cached_tokens: u64,
 }
 
+/// The parts of the sampled tokens.
+#[derive(Clone, Copy, Debug, Serialize, ToSchema)]
+struct CompletionDetails {
+    /// Tokens of the reasoning, without its marks.
+    reasoning_tokens: u64,
+}
+
 impl Usage {
     pub(in crate::server::http) fn new(prompt_tokens: u64, completion_tokens: u64) -> Self {
         let total_tokens = prompt_tokens + completion_tokens;
@@ -274,9 +283,15 @@ impl Usage {
     pub(in crate::server::http) fn of(summary: &Summary) -> Self {
         Self {
             prompt_tokens_details: Some(PromptDetails { cached_tokens: summary.cached_tokens }),
-            completion_tokens_details: Some(Null::default()),
+            completion_tokens_details: Some(None),
             ..Self::new(summary.prompt_tokens, summary.completion_tokens)
         }
+    }
+
+    /// The figures with the number of the reasoning's tokens, if they are counted.
+    pub(super) fn with_reasoning(self, tokens: Option<u64>) -> Self {
+        let details = tokens.map(|reasoning_tokens| Some(CompletionDetails { reasoning_tokens }));
+        Self { completion_tokens_details: details.or(self.completion_tokens_details), ..self }
     }
 }
 
@@ -313,6 +328,8 @@ pub(super) struct Chunks {
     pub(super) prompt_tokens: u64,
     /// Tokens that were streamed so far.
     pub(super) tokens: u64,
+    /// How many of all samples' tokens are reasoning, if they are counted.
+    pub(super) reasoning_tokens: Option<u64>,
 }
 
 impl Chunks {
@@ -326,7 +343,7 @@ impl Chunks {
         out: &mut VecDeque<Bytes>,
     ) {
         let events = report.usage_events;
-        let usage = (events == UsageEvents::All).then(|| Usage::new(self.prompt_tokens, self.tokens));
+        let usage = (events == UsageEvents::All).then(|| self.usage(self.prompt_tokens, self.tokens));
         let fingerprint = (is_last && events == UsageEvents::None).then_some(&*report.fingerprint);
         let choices = [choice];
         let chunk = self.chunk(report, &choices);
@@ -336,11 +353,20 @@ impl Chunks {
     /// Sends the last event, if it was requested.
     pub(super) fn end(&self, report: &Report, summary: &Summary, out: &mut VecDeque<Bytes>) {
         if report.usage_events != UsageEvents::None {
-            let usage = Some(Usage::new(summary.prompt_tokens, summary.completion_tokens));
+            let usage = Some(self.usage(summary.prompt_tokens, summary.completion_tokens));
             let (system_fingerprint, metrics) = (Some(&*report.fingerprint), report.metrics(summary));
             let chunk = self.chunk::<()>(report, &[]);
             out.push_back(event(&Chunk { usage, system_fingerprint, metrics, ..chunk }));
         }
+    }
+
+    /// Counts `tokens` more tokens of reasoning, if they are counted.
+    pub(super) fn count_reasoning(&mut self, tokens: Option<u64>) {
+        self.reasoning_tokens = self.reasoning_tokens.zip(tokens).map(|(before, more)| before + more);
+    }
+
+    fn usage(&self, prompt_tokens: u64, completion_tokens: u64) -> Usage {
+        Usage::new(prompt_tokens, completion_tokens).with_reasoning(self.reasoning_tokens)
     }
 
     fn chunk<'a, C>(&'a self, report: &'a Report, choices: &'a [C]) -> Chunk<'a, C> {

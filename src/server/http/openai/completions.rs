@@ -66,7 +66,9 @@ pub(in crate::server::http) async fn completions(
 ) -> HttpResult<Response> {
     sample(&app, body, |body, context| {
         let (message, options) = message(body, request_id(&headers), context)?;
-        Ok((message, |request: &ValidRequest, traffic: &Traffic| CompletionWriter::new(request, options, traffic)))
+        Ok((message, None, |request: &ValidRequest, traffic: &Traffic| {
+            CompletionWriter::new(request, options, traffic)
+        }))
     })
     .await
 }
@@ -199,6 +201,7 @@ impl CompletionWriter {
                 object: "text_completion",
                 prompt_tokens: request.prompts.iter().map(|prompt| prompt.tokens.len() as u64).sum(),
                 tokens: 0,
+                reasoning_tokens: None,
             },
         }
     }

@@ -65,7 +65,7 @@ members! {
         /// No effect: the tokenizers that are supported write no spaces between special tokens.
         spaces_between_special_tokens: bool,
         /// Tokens of reasoning after which `</think>` follows without a draw; -1 allows any number (default: -1).
-        thinking_token_budget: i64,
+        pub(in crate::server::http) thinking_token_budget: i64,
         /// Report the log-probabilities of the prompt's tokens, with those of this many most likely ones; -1 is all.
         pub(super) prompt_logprobs: i32,
         /// Report the log-probabilities of these tokens beside each sampled one, instead of the most likely ones.

@@ -82,7 +82,7 @@ pub(in crate::server::http) async fn generate(
 ) -> HttpResult<Response> {
     sample(&app, body, |body, context| {
         let (message, report) = message(body, request_id(&headers), context)?;
-        Ok((message, |request: &ValidRequest, traffic: &Traffic| InferenceWriter::new(request, report, traffic)))
+        Ok((message, None, |request: &ValidRequest, traffic: &Traffic| InferenceWriter::new(request, report, traffic)))
     })
     .await
 }

@@ -17,8 +17,8 @@ use super::query::Query;
 use super::{HttpError, Route};
 use crate::server::security::Role;
 
-const DRAFT: &str = "drafts come from the text itself, so there is no draft model whose weights could be pushed; \
-                     push_full of rollout_client and POST /start_weight_update push those of the policy";
+const DRAFT: &str = "this server has no draft model; push_full of rollout_client and POST /start_weight_update push \
+                     the policy's weights";
 const WORKERS: &str = "vLLM's workers and their methods do not exist here; for reload_weights POST /sleep?level=2 and \
                        /wake_up?reload=true";
 const CACHE: &str = "the KV cache is given back by POST /sleep, after which /wake_up?tags=weights brings back the \

@@ -5,9 +5,10 @@ use rand::distr::{Alphanumeric, SampleString as _};
 
 use super::parser::MessageParser;
 use super::tools::ToolCalling;
+use crate::engine::ValidRequest;
 use crate::server::http::openai::answers::Report;
-use crate::text::{Piece, ReasoningFormat, ReasoningParser, ToolFormat, ToolParser};
-use crate::types::Prompt;
+use crate::text::{Piece, ReasoningFormat, ReasoningParser, ReasoningStart, ReasoningTokens, ToolFormat, ToolParser};
+use crate::types::{TokenId, TokenLogprobs};
 
 /// Bytes that are kept for each sample until the answer is sent, besides the names of the tools.
 const SAMPLE: usize = 512;
@@ -25,8 +26,12 @@ pub(in crate::server::http) struct ChatOptions {
     /// Whether calls have names of nine letters and digits: Mistral's templates take no others.
     pub(super) has_short_ids: bool,
     pub(super) reasoning: Option<ReasoningFormat>,
+    /// The tokens that open and close the reasoning, if the model reasons and has them.
+    pub(super) marks: Option<(TokenId, TokenId)>,
     /// Whether the message has the reasoning.
-    pub(super) includes_reasoning: bool,
+    pub(in crate::server::http) includes_reasoning: bool,
+    /// The format of the reasoning that the grammar spares: it constrains only the text after the reasoning.
+    pub(in crate::server::http) spared: Option<ReasoningFormat>,
     /// Whether a grammar constrains the text from its first token.
     pub(super) is_constrained: bool,
 }
@@ -50,20 +55,25 @@ impl ChatOptions {
         format!("chatcmpl-tool-{:016x}", rand::random::<u64>())
     }
 
-    /// Finds the calls in a text, and the reasoning in one that follows `prompt`.
-    fn parser(&self, prompt: Option<&Prompt>) -> MessageParser {
+    /// Finds the reasoning and the calls in the text that follows `prompt`.
+    fn parser(&self, prompt: &[TokenId]) -> (MessageParser, Option<ReasoningTokens>) {
         let (tools, call) = match &self.calling {
             ToolCalling::Never | ToolCalling::Named(_) => (None, None),
             ToolCalling::Required { names } => (Some(ToolParser::new(ToolFormat::List, names.clone())), None),
             ToolCalling::Auto { format, names } => (Some(ToolParser::new(*format, names.clone())), format.mark()),
         };
-        let tokenizer = self.report.tokenizer.as_deref();
-        let reasoning = self.reasoning.zip(tokenizer).zip(prompt).map(|((format, tokenizer), prompt)| {
-            // A text with a grammar has reasoning only if the grammar has it.
-            let is_open = !self.is_constrained && format.is_open_after(&prompt.tokens, tokenizer);
-            ReasoningParser::new(is_open, call.filter(|_| format.ends_at_calls()))
+        let Some((format, tokenizer)) = self.reasoning.zip(self.report.tokenizer.as_deref()) else {
+            return (MessageParser::new(None, tools), None);
+        };
+        // A text with a grammar has reasoning only if the grammar has it.
+        let is_open = !self.is_constrained && format.start_after(prompt, tokenizer) == ReasoningStart::Open;
+        // The grammar waits for the mark, whatever else the reasoning has.
+        let call = call.filter(|_| format.ends_at_calls() && self.spared.is_none());
+        let tokens = self.marks.map(|(open, close)| {
+            let ends = std::iter::once(close).chain(call.and_then(|call| tokenizer.token_to_id(call)));
+            ReasoningTokens::new(open, ends.collect(), is_open)
         });
-        MessageParser::new(reasoning, tools)
+        (MessageParser::new(Some(ReasoningParser::new(is_open, call)), tools), tokens)
     }
 }
 
@@ -83,7 +93,7 @@ pub(in crate::server::http) enum MessagePart {
 /// A whole message.
 #[derive(Default)]
 pub(in crate::server::http) struct WholeMessage {
-    pub(super) reasoning: Option<String>,
+    pub(in crate::server::http) reasoning: Option<String>,
     pub(in crate::server::http) content: Option<String>,
     pub(in crate::server::http) calls: Vec<WholeCall>,
 }
@@ -96,18 +106,28 @@ pub(in crate::server::http) struct WholeCall {
     pub(in crate::server::http) arguments: String,
 }
 
-/// Finds the parts of one sample's message.
+/// Finds the parts of one sample's message, and counts the tokens of its reasoning.
 #[derive(Clone)]
 pub(in crate::server::http) struct MessageReader {
     parser: MessageParser,
+    /// None if the model does not reason, or its marks are not tokens.
+    reasoning: Option<ReasoningTokens>,
     /// Number of calls that have begun.
     calls: usize,
 }
 
 impl MessageReader {
-    /// A reader of a text that follows `prompt`. Without a prompt, reasoning is content.
-    pub(in crate::server::http) fn new(options: &ChatOptions, prompt: Option<&Prompt>) -> Self {
-        Self { parser: options.parser(prompt), calls: 0 }
+    /// The reader of a sample of `request` before its text.
+    pub(in crate::server::http) fn new(options: &ChatOptions, request: &ValidRequest) -> Self {
+        let prompt = request.prompts.first().map_or(&[][..], |prompt| &prompt.tokens);
+        let (parser, reasoning) = options.parser(prompt);
+        Self { parser, reasoning, calls: 0 }
+    }
+
+    /// How many of the sample's next tokens are reasoning, if that is known.
+    pub(in crate::server::http) fn reasoning_tokens(&mut self, tokens: &[TokenLogprobs]) -> Option<u64> {
+        let reasoning = self.reasoning.as_mut()?;
+        Some(tokens.iter().filter(|token| reasoning.takes(token.token)).count() as u64)
     }
 
     /// Number of calls that have begun.

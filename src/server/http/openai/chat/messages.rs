@@ -134,19 +134,21 @@ struct NamedSchema<'a> {
 }
 
 /// Variables of the template: those `given`, and those that say how much the model is to reason. `effort` is `none` for
-/// no reasoning at all.
+/// no reasoning at all; `thinks` says whether it is to reason, if the effort does not.
 ///
 /// # Errors
 /// `InvalidArgument` if those given are not an object.
-pub(in crate::server::http) fn with_effort(
+pub(in crate::server::http) fn reasoning_variables(
     given: Option<Box<RawValue>>,
     effort: Option<&str>,
+    thinks: Option<bool>,
 ) -> Result<Option<Box<RawValue>>> {
-    let Some(effort) = effort else { return Ok(given) };
+    let Some(thinks) = effort.map(|effort| effort != "none").or(thinks) else { return Ok(given) };
     let given = given.map(|given| typed("chat_template_kwargs", &given)).transpose()?;
     let mut variables: BTreeMap<String, Box<RawValue>> = given.unwrap_or_default();
-    for (name, value) in [("reasoning_effort", raw(&effort)?), ("enable_thinking", raw(&(effort != "none"))?)] {
-        variables.entry(name.into()).or_insert(value);
+    variables.entry("enable_thinking".into()).or_insert(raw(&thinks)?);
+    if let Some(effort) = effort {
+        variables.entry("reasoning_effort".into()).or_insert(raw(&effort)?);
     }
     raw(&variables).map(Some)
 }

@@ -73,7 +73,8 @@ pub(in crate::server::http) async fn chat_completions(
 ) -> HttpResult<Response> {
     sample(&app, body, |body, context| {
         let (message, options) = message(body, request_id(&headers), context)?;
-        Ok((message, |request: &ValidRequest, traffic: &Traffic| ChatWriter::new(request, options, traffic)))
+        let spared = options.spared;
+        Ok((message, spared, |request: &ValidRequest, traffic: &Traffic| ChatWriter::new(request, options, traffic)))
     })
     .await
 }
@@ -120,15 +121,22 @@ pub(in crate::server::http) fn message(
         // As in vLLM, a forced call takes the place of `response_format`.
         *outputs = Some(pb::StructuredOutputs { kind: Some(pb::structured_outputs::Kind::JsonSchema(schema)) });
     }
+    let reasoning = context.model.encoder.as_ref().and_then(|encoder| encoder.reasoning);
+    let marks = reasoning.and_then(|_| context.model.reasoning_marks());
+    let includes_reasoning = body.include_reasoning.unwrap_or(true);
+    // As in vLLM, a text whose reasoning is left out has the grammar from its first token.
+    let spared = reasoning.filter(|_| outputs.is_some() && marks.is_some() && includes_reasoning);
     let options = ChatOptions {
         report,
         role,
         echo,
         calling,
         has_short_ids,
-        reasoning: context.model.encoder.as_ref().and_then(|encoder| encoder.reasoning),
-        includes_reasoning: body.include_reasoning.unwrap_or(true),
-        is_constrained: outputs.is_some(),
+        reasoning,
+        marks,
+        includes_reasoning,
+        spared,
+        is_constrained: outputs.is_some() && spared.is_none(),
     };
     Ok((pb::GenerateRequest { prompt_logprobs, return_text: true, ..message }, options))
 }

@@ -37,8 +37,8 @@ impl ChatWriter {
         let samples = samples_per_prompt(request);
         let prompt = request.prompts.first().cloned().unwrap_or_default();
         let bytes = samples * options.sample_bytes() + options.echo.len();
+        let mut reader = MessageReader::new(&options, request);
         Self {
-            reader: MessageReader::new(&options, Some(&prompt)),
             kept: FinishedSamples::new(if options.report.is_stream { 0 } else { samples }, bytes, traffic),
             options,
             chunks: Chunks {
@@ -46,7 +46,9 @@ impl ChatWriter {
                 object: "chat.completion.chunk",
                 prompt_tokens: prompt.tokens.len() as u64,
                 tokens: 0,
+                reasoning_tokens: reader.reasoning_tokens(&[]),
             },
+            reader,
             prompt,
             prompt_logprobs: None,
             samples,
@@ -116,6 +118,7 @@ impl ChatWriter {
         let mut deltas = self.deltas(index, text, completion.is_some());
         let report = &self.options.report;
         let Some(streamed) = self.streamed[index].as_mut() else { return Ok(()) };
+        self.chunks.count_reasoning(streamed.reader.reasoning_tokens(tokens));
         let mut logprobs = None;
         if !tokens.is_empty() {
             logprobs = report.logprobs.map(|top| streamed.logprobs.write(tokens, report.mode, top));
@@ -183,8 +186,9 @@ impl Samples for ChatWriter {
         let stop_reason = report.stop_reason(&completion);
         let mut text = completion.text.clone().unwrap_or_default();
         text.push_str(&report.ending(&completion));
-        let message = message(&self.options, self.reader.clone().read_whole(&self.options, &text));
-        let tokens = &completion.tokens;
+        let (mut reader, tokens) = (self.reader.clone(), &completion.tokens);
+        self.chunks.count_reasoning(reader.reasoning_tokens(tokens));
+        let message = message(&self.options, reader.read_whole(&self.options, &text));
         let choice = ChatChoice {
             index: completion.sample_index as usize,
             logprobs: report.logprobs.map(|top| report.chat_logprobs_writer().write(tokens, report.mode, top)),
@@ -212,7 +216,7 @@ impl Samples for ChatWriter {
                 model: &report.model,
                 choices,
                 system_fingerprint: &report.fingerprint,
-                usage: Usage::of(summary),
+                usage: Usage::of(summary).with_reasoning(self.chunks.reasoning_tokens),
                 metrics: report.metrics(summary),
                 prompt_logprobs: self.prompt_logprobs.as_ref(),
                 prompt_token_ids: report.returns_ids.then_some(&self.prompt.tokens[..]),

@@ -36,7 +36,9 @@ pub(in crate::server::http) async fn responses(
     sample(&app, body, |body, context| {
         let (chat, echo) = body.into_chat()?;
         let (message, options) = chat::message(chat, request_id(&headers), context)?;
-        Ok((message, |request: &ValidRequest, traffic: &Traffic| ResponseWriter::new(request, options, echo, traffic)))
+        let spared = options.spared;
+        let writer = |request: &ValidRequest, traffic: &Traffic| ResponseWriter::new(request, options, echo, traffic);
+        Ok((message, spared, writer))
     })
     .await
 }

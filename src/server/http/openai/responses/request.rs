@@ -9,7 +9,7 @@ use super::input::ResponseInput;
 use crate::error::{Error, Result, shown};
 use crate::server::http::members;
 use crate::server::http::openai::chat::{
-    ChatMessage, ChatPrompt, ChatRequest, ChatTool, named_tool, raw, schema_format, typed, with_effort,
+    ChatMessage, ChatPrompt, ChatRequest, ChatTool, named_tool, raw, reasoning_variables, schema_format, typed,
 };
 use crate::server::http::openai::sampling::Sampling;
 
@@ -43,6 +43,8 @@ members! {
         /// How much the model is to reason: an object whose `effort` is a variable of the chat template.
         #[schema(value_type = Option<serde_json::Value>)]
         reasoning: Box<RawValue>,
+        /// Whether the response has the model's reasoning (default: true).
+        include_reasoning: bool,
         /// Further contents of the response. They have no effect; log-probabilities are refused.
         include: Vec<String>,
         /// An object that the response repeats.
@@ -153,7 +155,7 @@ impl ResponseRequest {
         let prompt = ChatPrompt {
             messages: Some(raw(&messages)?),
             tools: tools.as_ref().map(raw).transpose()?,
-            chat_template_kwargs: with_effort(self.chat_template_kwargs, effort.as_deref())?,
+            chat_template_kwargs: reasoning_variables(self.chat_template_kwargs, effort.as_deref(), None)?,
             ..ChatPrompt::default()
         };
         let echo = Echo {
@@ -171,8 +173,15 @@ impl ResponseRequest {
             frequency_penalty: sampling.frequency_penalty.unwrap_or(0.0),
         };
         let tool_choice = tool_choice.as_ref().map(raw).transpose()?;
-        let max_completion_tokens = self.max_output_tokens;
-        Ok((ChatRequest { max_completion_tokens, tool_choice, prompt, sampling, ..ChatRequest::default() }, echo))
+        let chat = ChatRequest {
+            max_completion_tokens: self.max_output_tokens,
+            tool_choice,
+            include_reasoning: self.include_reasoning,
+            prompt,
+            sampling,
+            ..ChatRequest::default()
+        };
+        Ok((chat, echo))
     }
 
     fn check_is_stateless(&self) -> Result<()> {

@@ -1,27 +1,18 @@
 use serde_json::{Value, json};
 
 use super::request::ResponseRequest;
-use crate::error::{Error, Result};
-use crate::memory::Traffic;
+use crate::error::Result;
 use crate::server::http::openai::chat::ChatRequest;
-use crate::server::http::request_body::{parse, parsed_bytes};
-use crate::server::http::tests::heap::peak_of;
-use crate::server::security::Caller;
+use crate::server::http::tests::bodies::{assert_counted, assert_named, parsed, value_of};
 
 fn chat_of(body: &Value) -> Result<(ChatRequest, Value)> {
-    let charge = Traffic::new(1 << 40).charge_always(0);
-    let body = parse::<ResponseRequest>(body.to_string().as_bytes(), charge, Caller::default())?;
-    let (chat, echo) = body.value.into_chat()?;
+    let (chat, echo) = parsed::<ResponseRequest>(&body.to_string())?.value.into_chat()?;
     Ok((chat, serde_json::to_value(&echo).expect("is JSON")))
 }
 
 fn messages(instructions: Value, input: Value) -> Value {
     let (chat, _) = chat_of(&json!({ "instructions": instructions, "input": input })).expect("valid");
-    serde_json::from_str(chat.prompt.messages.expect("given").get()).expect("is JSON")
-}
-
-fn read(json: Option<&serde_json::value::RawValue>) -> Value {
-    json.map_or(Value::Null, |json| serde_json::from_str(json.get()).expect("is JSON"))
+    value_of(chat.prompt.messages.as_deref())
 }
 
 #[test]
@@ -63,24 +54,25 @@ fn members_have_the_names_of_a_chats() {
         "input": "Hi.", "max_output_tokens": 9, "temperature": 0.5, "seed": 3, "tools": [tool],
         "tool_choice": { "type": "function", "name": "add" }, "reasoning": { "effort": "low" },
         "text": { "format": { "type": "json_schema", "name": "x", "schema": { "type": "object" } } },
-        "metadata": { "a": "b" }, "truncation": "disabled", "previous_response_id": null, "background": false,
+        "metadata": { "a": "b" }, "include_reasoning": false, "truncation": "disabled", "previous_response_id": null, "background": false,
     }))
     .expect("valid");
     let function = json!({ "name": "add", "description": "Adds.", "parameters": {} });
-    assert_eq!(read(chat.prompt.tools.as_deref()), json!([{ "type": "function", "function": function }]));
-    assert_eq!(read(chat.tool_choice.as_deref()), json!({ "type": "function", "function": { "name": "add" } }));
+    assert_eq!(value_of(chat.prompt.tools.as_deref()), json!([{ "type": "function", "function": function }]));
+    assert_eq!(value_of(chat.tool_choice.as_deref()), json!({ "type": "function", "function": { "name": "add" } }));
     let variables = json!({ "reasoning_effort": "low", "enable_thinking": true });
-    assert_eq!(read(chat.prompt.chat_template_kwargs.as_deref()), variables);
+    assert_eq!(value_of(chat.prompt.chat_template_kwargs.as_deref()), variables);
     let format = json!({ "type": "json_schema", "json_schema": { "schema": { "type": "object" } } });
-    assert_eq!(read(chat.sampling.response_format.as_deref()), format);
+    assert_eq!(value_of(chat.sampling.response_format.as_deref()), format);
     assert_eq!((chat.max_completion_tokens, chat.sampling.temperature), (Some(9), Some(0.5)));
+    assert_eq!(chat.include_reasoning, Some(false));
     assert_eq!((&echo["tools"], &echo["metadata"]), (&json!([tool]), &json!({ "a": "b" })));
     assert_eq!((&echo["temperature"], &echo["top_p"]), (&json!(0.5), &json!(1.0)));
 }
 
 #[test]
 fn a_wrong_member_is_named() {
-    for (member, value, named) in [
+    let wrong = [
         ("input", Value::Null, "input"),
         ("input", json!(3), "input"),
         ("input", json!([{ "role": "bot", "content": "a" }]), "input[0].role"),
@@ -101,32 +93,11 @@ fn a_wrong_member_is_named() {
         ("text", json!({ "format": { "type": "json_schema" } }), "text.format.schema"),
         ("reasoning", json!({ "effort": 3 }), "reasoning.effort"),
         ("n", json!(2), "n"),
-    ] {
-        let mut body = json!({ "input": "Hi." });
-        body[member] = value;
-        match chat_of(&body).err() {
-            Some(Error::InvalidArgument { field, .. }) => assert_eq!(field.replace(".?", ""), named, "{body}"),
-            other => panic!("{body}: {other:?}"),
-        }
-    }
+    ];
+    assert_named(&json!({ "input": "Hi." }), wrong, chat_of);
 }
 
 #[test]
 fn reading_takes_no_more_than_is_counted_for_it() {
-    for part in [
-        "{}",
-        "{\"role\":\"user\",\"content\":\"\"}",
-        "{\"role\":\"user\",\"content\":[{\"type\":\"\"}]}",
-        "{\"role\":\"user\",\"content\":[{\"type\":\"text\",\"text\":\"\"},{\"type\":\"text\",\"text\":\"\"}]}",
-    ] {
-        let parts = vec![part; (1 << 19) / (part.len() + 1)].join(",");
-        let body = format!("{{\"input\": [{parts}]}}");
-        let charge = Traffic::new(1 << 40).charge_always(0);
-        let (most, _) = peak_of(|| {
-            let body = parse::<ResponseRequest>(body.as_bytes(), charge, Caller::default())?;
-            body.value.into_chat()
-        });
-        let counted = parsed_bytes(body.as_bytes()) + 4 * body.len() as u64;
-        assert!(most <= counted + 4096, "{most} bytes of {counted} counted for {part}");
-    }
+    assert_counted("input", 4, |body| parsed::<ResponseRequest>(body)?.value.into_chat());
 }

@@ -3,7 +3,7 @@
 use bytes::Bytes;
 
 use super::answers::{
-    EventBody, IncompleteDetails, OutputItem, OutputText, ResponseAnswer, ResponseEvent, ResponseUsage,
+    EventBody, IncompleteDetails, OutputItem, OutputKind, ResponseAnswer, ResponseEvent, ResponseUsage, item_id,
 };
 use super::request::Echo;
 use crate::engine::{Completion, Summary, ValidRequest};
@@ -16,8 +16,6 @@ use crate::types::TokenLogprobs;
 
 /// Bytes that an item takes besides its text.
 const ITEM: usize = 512;
-/// Annotations and log-probabilities are not reported.
-const NONE: [Null; 0] = [];
 
 /// Turns the events of one request into its response, or into the events of its stream.
 pub(super) struct ResponseWriter {
@@ -26,6 +24,7 @@ pub(super) struct ResponseWriter {
     echo: Echo,
     kept: FinishedSamples,
     reader: MessageReader,
+    reasoning_tokens: u64,
     output: Vec<OutputItem>,
     /// Whether the last item can take more text.
     is_open: bool,
@@ -52,9 +51,10 @@ impl ResponseWriter {
         Self {
             id: format!("resp_{}", request.request_id),
             kept: FinishedSamples::new(0, options.sample_bytes() + echo.bytes(), traffic),
-            reader: MessageReader::new(&options, None),
+            reader: MessageReader::new(&options, request),
             options,
             echo,
+            reasoning_tokens: 0,
             output: Vec::new(),
             is_open: false,
             status: "in_progress",
@@ -66,11 +66,9 @@ impl ResponseWriter {
     fn add(&mut self, text: &str, is_last: bool, mut out: Option<&mut Outbox>) -> Result<()> {
         for part in self.reader.read(&self.options, text, is_last) {
             match part {
-                MessagePart::Reasoning(text) | MessagePart::Content(text) if text.is_empty() => {}
-                MessagePart::Reasoning(text) | MessagePart::Content(text) => {
-                    self.kept.hold(COPIES * text.len())?;
-                    self.add_text(&text, &mut out)?;
-                }
+                MessagePart::Reasoning(_) if !self.options.includes_reasoning => {}
+                MessagePart::Reasoning(text) => self.add_text(OutputKind::Reasoning, &text, &mut out)?,
+                MessagePart::Content(text) => self.add_text(OutputKind::Message, &text, &mut out)?,
                 MessagePart::Call { id: call_id, name } => {
                     let (id, arguments) = (item_id("fc"), String::new());
                     let item = OutputItem::FunctionCall { id, call_id, name, arguments, status: "in_progress" };
@@ -96,23 +94,26 @@ impl ResponseWriter {
         Ok(())
     }
 
-    fn add_text(&mut self, delta: &str, out: &mut Option<&mut Outbox>) -> Result<()> {
-        let is_text = matches!(self.output.last(), Some(OutputItem::Message { .. }));
-        if !(self.is_open && is_text) {
-            let id = item_id("msg");
-            let item = OutputItem::Message { id, role: "assistant", status: "in_progress", content: Vec::new() };
-            self.open(item, out)?;
+    /// Appends `delta` to the last item if it has a text of this kind, else to a new one.
+    fn add_text(&mut self, kind: OutputKind, delta: &str, out: &mut Option<&mut Outbox>) -> Result<()> {
+        if delta.is_empty() {
+            return Ok(());
+        }
+        self.kept.hold(COPIES * delta.len())?;
+        if !self.is_open || self.output.last().and_then(OutputItem::kind) != Some(kind) {
+            self.open(kind.item(), out)?;
         }
         let (output_index, content_index) = (self.output.len() - 1, 0);
-        let Some(OutputItem::Message { id: item_id, content, .. }) = self.output.last_mut() else { return Ok(()) };
+        let Some((item_id, content)) = self.output.last_mut().and_then(OutputItem::text_mut) else { return Ok(()) };
         if content.is_empty() {
-            content.push(OutputText::new());
+            content.push(kind.text());
             let body = EventBody::Part { item_id, output_index, content_index, part: &content[0] };
             self.sequence.send("response.content_part.added", body, out);
         }
         content[0].text.push_str(delta);
-        let body = EventBody::TextDelta { item_id, output_index, content_index, delta, logprobs: NONE };
-        self.sequence.send("response.output_text.delta", body, out);
+        let logprobs = content[0].logprobs;
+        let body = EventBody::TextDelta { item_id, output_index, content_index, delta, logprobs };
+        self.sequence.send(kind.events().0, body, out);
         Ok(())
     }
 
@@ -133,10 +134,10 @@ impl ResponseWriter {
         let (output_index, content_index) = (self.output.len() - 1, 0);
         let Some(item) = self.output.last_mut() else { return };
         match item {
-            OutputItem::Message { id: item_id, content, .. } => {
-                let (text, part) = (&content[0].text, &content[0]);
-                let done = EventBody::TextDone { item_id, output_index, content_index, text, logprobs: NONE };
-                self.sequence.send("response.output_text.done", done, out);
+            OutputItem::Reasoning { id: item_id, content, .. } | OutputItem::Message { id: item_id, content, .. } => {
+                let (text, logprobs, part) = (&content[0].text, content[0].logprobs, &content[0]);
+                let done = EventBody::TextDone { item_id, output_index, content_index, text, logprobs };
+                self.sequence.send(part.r#type.events().1, done, out);
                 let done = EventBody::Part { item_id, output_index, content_index, part };
                 self.sequence.send("response.content_part.done", done, out);
             }
@@ -151,8 +152,8 @@ impl ResponseWriter {
 
     /// Takes the end of the sample.
     fn end(&mut self, completion: &Completion, mut text: String, mut out: Option<&mut Outbox>) -> Result<()> {
-        let report = &self.options.report;
-        text.push_str(&report.ending(completion));
+        self.reasoning_tokens = self.reader.reasoning_tokens(&completion.tokens).unwrap_or(0);
+        text.push_str(&self.options.report.ending(completion));
         self.add(&text, true, out.as_deref_mut())?;
         self.status = match finish_reason(completion.finish_reason) {
             "stop" => "completed",
@@ -209,10 +210,6 @@ impl Samples for ResponseWriter {
         out.pop_back().unwrap_or_default()
     }
 
-    fn prompt_logprobs(&mut self, _: usize, _: Vec<TokenLogprobs>) -> Result<()> {
-        Ok(())
-    }
-
     fn token(&mut self, _: (u32, u32), _: &TokenLogprobs, text: String, out: &mut Outbox) -> Result<()> {
         self.begin(out);
         self.add(&text, false, Some(out))
@@ -239,16 +236,11 @@ impl Samples for ResponseWriter {
 
     fn end_stream(&mut self, summary: &Summary, out: &mut Outbox) {
         let kind = if self.status == "incomplete" { "response.incomplete" } else { "response.completed" };
-        self.send_response(kind, Some(ResponseUsage::of(summary)), out);
+        self.send_response(kind, Some(ResponseUsage::of(summary, self.reasoning_tokens)), out);
     }
 
     fn answer(&mut self, summary: &Summary) -> Bytes {
-        let answer = json(&self.response(Some(ResponseUsage::of(summary))));
+        let answer = json(&self.response(Some(ResponseUsage::of(summary, self.reasoning_tokens))));
         self.kept.finish(|_| answer)
     }
-}
-
-/// A new name for an item.
-fn item_id(prefix: &str) -> String {
-    format!("{prefix}_{:016x}", rand::random::<u64>())
 }
