@@ -59,6 +59,7 @@ def test_generate_sends_every_argument(call, echo):
             top_logprobs_of="processed",
             logprob_token_ids=[9, 3],
             prompt_logprobs=True,
+            prompt_logprob_token_ids=[[], [[5, 6]], np.array([[7]]), (), [[], (8,)]],
             return_text=False,
             request_id="mine",
             adapter="a",
@@ -72,10 +73,10 @@ def test_generate_sends_every_argument(call, echo):
             request_id="mine",
             prompts=[
                 {"text": "text"},
-                {"tokens": {"ids": [1, 2]}},
-                {"tokens": {"ids": [3]}},
+                {"tokens": {"ids": [1, 2]}, "logprob_token_ids": [{"ids": [5, 6]}]},
+                {"tokens": {"ids": [3]}, "logprob_token_ids": [{"ids": [7]}]},
                 {"tokens": {"ids": [4, 5]}},
-                {"chat": {"messages": chat}},
+                {"chat": {"messages": chat}, "logprob_token_ids": [{}, {"ids": [8]}]},
             ],
             n=2,
             sampling={
@@ -207,9 +208,11 @@ def test_score_sends_every_argument(call, echo):
             adapter="a",
             if_weight_version=1,
             min_weight_version=1,
+            logprob_token_ids=[[[5, 6]], []],
         )
     )
     (request,) = echo.requests
+    assert [[list(row.ids) for row in named.rows] for named in request.logprob_token_ids] == [[[5, 6]], []]
     assert [list(sequence.ids) for sequence in request.sequences] == [[1, 2], [3]]
     assert (request.top_logprobs, request.adapter, request.sampling.temperature) == (2, "a", 0.5)
     assert (request.if_weight_version, request.min_weight_version) == (1, 1)
@@ -327,6 +330,14 @@ def test_what_does_not_fit_its_field_is_refused_by_name(call, echo, arguments, f
 def test_score_refuses_what_are_not_token_ids(call, echo, sequences):
     with pytest.raises(InvalidArgument, match=r"^sequences\[0\]: "):
         call(lambda client: client.score(sequences))
+
+
+@pytest.mark.parametrize("rows", [[[[1]], [[2]]], [[1, 2]], [[[-1]]]])
+def test_rows_of_named_tokens_are_lists_of_lists_for_each_prompt(call, echo, rows):
+    with pytest.raises(InvalidArgument, match=r"^prompt_logprob_token_ids(: 2 for 1 prompts|\[0\]\[0\]: )"):
+        call(lambda client: client.generate([[1, 2, 3]], prompt_logprob_token_ids=rows))
+    with pytest.raises(InvalidArgument, match=r"^logprob_token_ids(: 2 for 1 prompts|\[0\]\[0\]: )"):
+        call(lambda client: client.score([[1, 2, 3]], logprob_token_ids=rows))
 
 
 def test_abort_refuses_nothing_and_both(call, echo):

@@ -13,7 +13,7 @@ from typing import Any, Literal, TypedDict
 from ._progress import ProgressArgument, SampleProgressArgument
 from ._segment import SharedBuffer
 from .errors import InvalidArgument
-from .types import RunningPolicy, SamplingParams
+from .types import RunningPolicy, SamplingParams, TokenIds
 
 
 class CallOptions(TypedDict, total=False):
@@ -47,6 +47,9 @@ class SampleOptions(RequestOptions, total=False):
     logprob_token_ids: Sequence[int]
     """Return the log-probabilities of these tokens, at most 128, in the samples' `top_logprobs` and in this order,
     instead of the most likely ones; default ()."""
+    prompt_logprob_token_ids: Sequence[Sequence[TokenIds]]
+    """For each prompt rows of tokens, at most 128 in a row, whose log-probabilities `prompt_logprobs` has: the last row
+    beside the prompt's last token, the row before it beside the token before, and so on; default ()."""
     top_logprobs_of: Literal["raw", "processed"]
     """The distribution of the samples' `top_logprobs` and `ranks`: `"raw"`, the default, is the model's own, and
     `"processed"` the one that tokens are sampled from. For prompts it is always `"raw"`."""
@@ -77,6 +80,9 @@ class ScoreOptions(RequestOptions, total=False):
     sampling: SamplingParams | None
     """The distribution of the processed `logprobs`; None, the default, is temperature 1. The server rejects parameters
     other than `temperature`, `top_k`, `top_p`, `min_p`, `logit_bias` and `allowed_token_ids`."""
+    logprob_token_ids: Sequence[Sequence[TokenIds]]
+    """For each sequence rows of tokens whose log-probabilities the score has, as `prompt_logprob_token_ids` of
+    `generate`; default ()."""
 
 
 class UpdateOptions(CallOptions, total=False):
