@@ -112,9 +112,9 @@ pub enum Event {
     /// The end of a streamed text, which was held back until the sample ended. It is sent just before the completion,
     /// and is not empty.
     Text { prompt_index: u32, sample_index: u32, text: String },
-    /// Log-probabilities of a prompt's last tokens, sent once all are computed: of all from the second on if the request
-    /// scores or has `prompt_logprobs`, else of those that have [`Prompt::logprob_token_ids`]. One policy,
-    /// `weight_version`, computed all of them.
+    /// Log-probabilities of a prompt's last tokens, sent once they are computed: of all from the second on if the
+    /// request scores or has `prompt_logprobs`, else of those that have [`Prompt::logprob_token_ids`]. One policy,
+    /// `weight_version`, computed them.
     PromptLogprobs { prompt_index: u32, logprobs: Vec<TokenLogprobs>, weight_version: WeightVersion },
     /// One sample has ended.
     Completion(Completion),

@@ -305,3 +305,12 @@ def test_a_stream_has_no_table_and_a_start_needs_one(served):
     assert answer.status == 400 and "are not available in a stream" in answer.body["error"]["message"]
     answer = served.generate(sampling={"prompt_logprob_start": 1})
     assert (answer.status, answer.body["error"]["param"]) == (400, "sampling_params.prompt_logprob_start")
+
+
+def test_wrong_members_are_named_by_their_path(served):
+    for sampling, path, says in (
+        ({"suffix": "x"}, "sampling_params.suffix", "is not supported; leave it out"),
+        ({"logit_bias": {"seven": 1}}, "sampling_params.logit_bias", '"seven" is not a token id'),
+    ):
+        error = served.generate(sampling=sampling).body["error"]
+        assert error["param"] == path and says in error["message"], error

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -117,6 +118,7 @@ def test_chats_are_sent_with_all_that_the_template_shows(call, echo):
     ]
     tools = [{"type": "function", "function": {"name": "f", "parameters": {"z": 1, "a": 2}}}]
     chat = Chat(messages, tools, [{"title": "t"}], {"x": [1]}, add_generation_prompt=False, continue_final_message=True)
+    chat = replace(chat, chat_template="{{ x }}")
     call(lambda client: client.generate([messages, chat, Chat(messages[:1])]))
     as_json = (
         '[{"role": "user", "content": "a"}, {"role": "assistant", "content": null, "tool_calls": [{"b": 1, "a": "é"}]}]'
@@ -128,6 +130,7 @@ def test_chats_are_sent_with_all_that_the_template_shows(call, echo):
         "template_arguments_json": '{"x": [1]}',
         "add_generation_prompt": False,
         "continue_final_message": True,
+        "chat_template": "{{ x }}",
     }
     sent = [{"messages_json": as_json}, whole, {"messages": messages[:1]}]
     assert echo.requests[0].prompts == _proto.GENERATE.request(prompts=[{"chat": chat} for chat in sent]).prompts
@@ -208,7 +211,7 @@ def test_score_sends_every_argument(call, echo):
             adapter="a",
             if_weight_version=1,
             min_weight_version=1,
-            logprob_token_ids=[[[5, 6]], []],
+            prompt_logprob_token_ids=[[[5, 6]], []],
         )
     )
     (request,) = echo.requests
@@ -334,10 +337,9 @@ def test_score_refuses_what_are_not_token_ids(call, echo, sequences):
 
 @pytest.mark.parametrize("rows", [[[[1]], [[2]]], [[1, 2]], [[[-1]]]])
 def test_rows_of_named_tokens_are_lists_of_lists_for_each_prompt(call, echo, rows):
-    with pytest.raises(InvalidArgument, match=r"^prompt_logprob_token_ids(: 2 for 1 prompts|\[0\]\[0\]: )"):
-        call(lambda client: client.generate([[1, 2, 3]], prompt_logprob_token_ids=rows))
-    with pytest.raises(InvalidArgument, match=r"^logprob_token_ids(: 2 for 1 prompts|\[0\]\[0\]: )"):
-        call(lambda client: client.score([[1, 2, 3]], logprob_token_ids=rows))
+    for method in ("generate", "score"):
+        with pytest.raises(InvalidArgument, match=r"^prompt_logprob_token_ids(: 2 for 1 prompts|\[0\]\[0\]: )"):
+            call(lambda client, method=method: getattr(client, method)([[1, 2, 3]], prompt_logprob_token_ids=rows))
 
 
 def test_abort_refuses_nothing_and_both(call, echo):

@@ -13,7 +13,8 @@ pub(super) fn prompts(prompts: Vec<pb::Prompt>, model: &ModelFacts, charge: &mut
     prompts.into_iter().enumerate().map(|(i, p)| prompt(&format!("prompts[{i}]"), p, model, charge)).collect()
 }
 
-/// Checks the sequences of a `ScoreRequest`. Each must fit into the context. `rows` are the `logprob_token_ids` of each.
+/// Checks the sequences of a `ScoreRequest`. Each must fit into the context. `rows` are the `logprob_token_ids` of
+/// each.
 pub(super) fn sequences(
     sequences: Vec<pb::TokenIds>,
     rows: Vec<pb::TokenRows>,
@@ -62,12 +63,14 @@ fn encoded(
                 encoder(&path, model, NO_TEXTS)?.encode_text(&path, &text, special.unwrap_or(true), most, charge)?;
             (path, ids)
         }
-        Some(Kind::Chat(chat)) => {
+        Some(Kind::Chat(mut chat)) => {
             let path = format!("{path}.chat");
             let encoder = encoder(&path, model, NO_TEXTS)?;
-            let bytes = chat::rendering_bytes(&chat);
+            let own_template = Some(std::mem::take(&mut chat.chat_template)).filter(|source| !source.is_empty());
+            let compiling = |source: &String| encoder.compiling_bytes(&format!("{path}.chat_template"), source);
+            let bytes = chat::rendering_bytes(&chat) + own_template.as_ref().map_or(Ok(0), compiling)?;
             let traffic = charge.traffic().clone();
-            let render = || encoder.render(&path, chat::conversation(&path, chat)?, &traffic);
+            let render = || encoder.render(&path, own_template, chat::conversation(&path, chat)?, &traffic);
             // What was made for the text is counted until it is encoded.
             let (text, _rendered) = charge.hold(bytes, render)??;
             let ids = encoder.encode_text(&path, &text, special.unwrap_or(false), most, charge)?;

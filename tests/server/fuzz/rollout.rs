@@ -58,6 +58,7 @@ fn chat(dice: &mut Dice) -> pb::Chat {
         template_arguments_json: chat_json(dice),
         add_generation_prompt: dice.maybe(Dice::coin),
         continue_final_message: dice.one_in(4),
+        chat_template: if dice.is_hostile() && dice.one_in(4) { dice.text() } else { String::new() },
     }
 }
 

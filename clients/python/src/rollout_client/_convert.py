@@ -108,9 +108,9 @@ def score_request(sequences: Sequence[TokenIds], options: ScoreOptions) -> Any:
     sampling = options.get("sampling")
     if sampling is not None:
         request.sampling.CopyFrom(_sampling(sampling, "sampling", scoring=True))
-    rows = options.get("logprob_token_ids", ())
+    rows = options.get("prompt_logprob_token_ids", ())
     if len(rows):
-        set_rows([request.logprob_token_ids.add().rows for _ in request.sequences], rows, "logprob_token_ids")
+        set_rows([request.logprob_token_ids.add().rows for _ in request.sequences], rows, "prompt_logprob_token_ids")
     _set_request_options(request, options)
     return request
 
@@ -174,6 +174,7 @@ def _set_chat(message: Any, chat: Chat, path: str) -> None:
             _check_container(name, value, f"{path}.{name}")
             plain = dict(value) if isinstance(value, Mapping) else list(value)
             set_field(message, f"{name}_json", _json(plain, f"{path}.{name}"), f"{path}.{name}")
+    set_field(message, "chat_template", chat.chat_template, f"{path}.chat_template")
     if chat.add_generation_prompt is not None:
         set_field(message, "add_generation_prompt", chat.add_generation_prompt, f"{path}.add_generation_prompt")
     set_field(message, "continue_final_message", chat.continue_final_message, f"{path}.continue_final_message")

@@ -31,6 +31,10 @@ class RequestOptions(CallOptions, total=False):
 
     top_logprobs: int
     """Also return the log-probabilities of this many most likely tokens per position, at most 100; default 0."""
+    prompt_logprob_token_ids: Sequence[Sequence[TokenIds]]
+    """For each prompt (of `score`: each sequence) rows of tokens, at most 128 in a row, whose log-probabilities are
+    also returned: the last row beside the prompt's last token, the row before it beside the token before, and so on;
+    an empty list for a prompt without rows; default ()."""
     adapter: str | None
     """Name of a resident adapter to use; None, the default, uses the policy itself."""
     if_weight_version: int | None
@@ -47,9 +51,6 @@ class SampleOptions(RequestOptions, total=False):
     logprob_token_ids: Sequence[int]
     """Return the log-probabilities of these tokens, at most 128, in the samples' `top_logprobs` and in this order,
     instead of the most likely ones; default ()."""
-    prompt_logprob_token_ids: Sequence[Sequence[TokenIds]]
-    """For each prompt rows of tokens, at most 128 in a row, whose log-probabilities `prompt_logprobs` has: the last row
-    beside the prompt's last token, the row before it beside the token before, and so on; default ()."""
     top_logprobs_of: Literal["raw", "processed"]
     """The distribution of the samples' `top_logprobs` and `ranks`: `"raw"`, the default, is the model's own, and
     `"processed"` the one that tokens are sampled from. For prompts it is always `"raw"`."""
@@ -80,9 +81,6 @@ class ScoreOptions(RequestOptions, total=False):
     sampling: SamplingParams | None
     """The distribution of the processed `logprobs`; None, the default, is temperature 1. The server rejects parameters
     other than `temperature`, `top_k`, `top_p`, `min_p`, `logit_bias` and `allowed_token_ids`."""
-    logprob_token_ids: Sequence[Sequence[TokenIds]]
-    """For each sequence rows of tokens whose log-probabilities the score has, as `prompt_logprob_token_ids` of
-    `generate`; default ()."""
 
 
 class UpdateOptions(CallOptions, total=False):

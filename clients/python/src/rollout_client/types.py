@@ -35,6 +35,8 @@ class Chat:
     """Whether the prompt ends where the answer begins; None means yes, unless `continue_final_message` is set."""
     continue_final_message: bool = False
     """Whether the answer continues the last message."""
+    chat_template: str = ""
+    """A template to use instead of the model's, if the server has `--trust-request-chat-template`."""
 
 
 TokenIds = Sequence[int] | npt.NDArray[np.integer]
@@ -261,7 +263,7 @@ class Score:
     weight_version: int
     """The version of the policy that computed the score."""
     token_id_logprobs: list[TopLogprobs] = field(default_factory=list)
-    """`[T]`, the tokens of each row of `logprob_token_ids`; empty for a sequence without rows."""
+    """`[T]`, the tokens of each row of `prompt_logprob_token_ids`; empty for a sequence without rows."""
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+
 from vllm_answers import Answer, events
 
 GREEDY = {"temperature": 0}

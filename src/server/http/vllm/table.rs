@@ -1,4 +1,4 @@
-//! `prompt_logprob_token_ids` of `/inference/v1/generate`: a table of tokens, answered by one of their log-probabilities.
+//! `prompt_logprob_token_ids` of `/inference/v1/generate`: a table of tokens, and that of their log-probabilities.
 
 use base64::Engine as _;
 use base64::engine::general_purpose::STANDARD;

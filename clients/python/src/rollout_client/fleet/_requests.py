@@ -54,6 +54,9 @@ MAX_ATTEMPTS = 4
 
 _ABORT_AGAIN_SECONDS = 0.05
 
+# The option that has a list for each prompt or sequence of the call.
+_ROWS = "prompt_logprob_token_ids"
+
 # The path in an error of a server, which has only one prompt or sequence of the call.
 _FIRST = re.compile(r"^(prompts|sequences|logprob_token_ids(?=\[0\]\.rows))\[0\]")
 
@@ -119,14 +122,13 @@ class Requests:
         each, options = _sampling_of_prompts(len(prompts), sampling), dict(options)
         limit, _ = generate_timeouts(options.pop("timeout", None), self._timeout)
         progress = SampleProgress(len(prompts) * n, options.pop("progress", False))
-        name = "prompt_logprob_token_ids"
-        rows = rows_of_each(options.pop(name, ()), len(prompts), name)
+        rows = rows_of_each(options.pop(_ROWS, ()), len(prompts), _ROWS)
 
         async def group(index: int, prompt: PromptInput) -> PromptOutput:
             params = each[index]
 
             async def send(client: AsyncRolloutClient, request_id: str, version: int) -> PromptOutput:
-                own = {"request_id": request_id, "timeout": call.left(), name: [rows[index]]}
+                own = {"request_id": request_id, "timeout": call.left(), _ROWS: [rows[index]]}
                 asked = _versioned(options, version) | own
                 (output,) = await client.generate([prompt], n, params, **asked)
                 return output
@@ -149,11 +151,11 @@ class Requests:
         if not sequences:
             raise InvalidArgument("sequences: is empty; give at least one sequence")
         limit = call_timeout(options.pop("timeout", None), self._timeout)
-        rows = rows_of_each(options.pop("logprob_token_ids", ()), len(sequences), "logprob_token_ids")
+        rows = rows_of_each(options.pop(_ROWS, ()), len(sequences), _ROWS)
 
         async def one(index: int, sequence: TokenIds) -> Score:
             async def send(client: AsyncRolloutClient, request_id: str, version: int) -> Score:
-                asked = _versioned(options, version) | {"timeout": call.left(), "logprob_token_ids": [rows[index]]}
+                asked = _versioned(options, version) | {"timeout": call.left(), _ROWS: [rows[index]]}
                 (score,) = await client.score([sequence], **asked)
                 return score
 
