@@ -205,7 +205,7 @@ fn named_tokens_of_a_prompt_have_the_bits_of_their_scores() {
     for (seed, level) in (100..).step_by(1000).zip(levels()) {
         println!("seed {seed}, {level:?}");
         let engine = Engine::start("qwen2", &level);
-        let request = naming(seed, random_prompts(seed, 6, 2..40, VOCAB));
+        let request = naming(seed, random_prompts(seed, 4, 2..24, VOCAB));
         let all = listed(&engine.generate(request.clone()));
         for ((prompt, rows), found) in request.prompts.iter().zip(&request.rows).zip(&all) {
             let first = prompt.len() - rows.len();
@@ -224,7 +224,7 @@ fn named_tokens_of_a_prompt_have_the_bits_of_their_scores() {
 fn named_tokens_of_a_prompt_are_the_same_in_a_batch_in_chunks_and_beside_the_most_likely() {
     for (seed, level) in (200..).step_by(1000).zip(levels()) {
         println!("seed {seed}, {level:?}");
-        let request = naming(seed, prompts().into_iter().filter(|prompt| prompt.len() > 1).collect());
+        let request = naming(seed, random_prompts(seed, 8, 2..60, VOCAB));
         let engine = Engine::start("llama", &level);
         let together = listed(&engine.generate(request.clone()));
         let chunked = Engine::start("llama", &[&level[..], &["--max-batch-tokens", "7"]].concat());
