@@ -126,6 +126,11 @@ pub struct Config {
     #[arg(long, help_heading = "Serving", env = "ROLLOUT_ENABLE_PER_REQUEST_METRICS")]
     pub enable_per_request_metrics: bool,
 
+    /// Whether completions and chats write tokens beside log-probabilities as `token_id:N` unless a request's
+    /// `return_tokens_as_token_ids` is false, as vLLM's flag.
+    #[arg(long, help_heading = "Serving", env = "ROLLOUT_RETURN_TOKENS_AS_TOKEN_IDS")]
+    pub return_tokens_as_token_ids: bool,
+
     /// Seconds that running requests get to finish after SIGTERM.
     #[arg(
         long,
@@ -264,6 +269,11 @@ pub struct Config {
     /// change the model.
     #[arg(long, help_heading = "Security", env = "ROLLOUT_INSECURE")]
     pub insecure: bool,
+
+    /// Accept chat templates of requests (`chat_template`), as vLLM's flag: a template decides what the model reads,
+    /// and takes the server's time.
+    #[arg(long, help_heading = "Security", env = "ROLLOUT_TRUST_REQUEST_CHAT_TEMPLATE")]
+    pub trust_request_chat_template: bool,
 
     /// Server certificate in PEM, followed by its intermediate certificates; both ports then use TLS.
     #[arg(long, help_heading = "Security", env = "ROLLOUT_TLS_CERT", value_name = "FILE")]

@@ -22,8 +22,11 @@ use crate::model::config::ModelConfig;
 use crate::model::{Build, Decoder, Parameterized};
 use crate::observe::{Observer, Recorder};
 use crate::scheduler::{Scheduler, SchedulerConfig, Speculation};
-use crate::server::{ModelFacts, PromptEncoder, ServingContext, pb};
-use crate::text::{ChatTemplate, ReasoningFormat, Tokenizer, read_tokenizer_config, tokenizer_info};
+use crate::server::{ModelFacts, PromptEncoder, RequestTemplates, ServingContext, pb};
+use crate::text::{
+    ChatTemplate, ReasoningFormat, Tokenizer, read_tokenizer_config, special_tokens_of_config, special_tokens_of_gguf,
+    tokenizer_info,
+};
 use crate::weights::{
     BROADCAST_BUFFER_BYTES, Checkpoint, Dtype, ModelFiles, ModelSource, Parameters, Partition, Sources, TokenizerFiles,
     largest_broadcast,
@@ -35,15 +38,18 @@ use ranks::{CommunicatorPlan, Ingredients, LoadProgress, start_ranks};
 /// tokenizer, which serves token ids only.
 fn open_encoder(files: &TokenizerFiles, config: &Config) -> Result<Option<(Arc<PromptEncoder>, String)>> {
     let given = config.chat_template.as_deref();
-    let (tokenizer, chat_template, tokenizer_config) = match files {
+    let (tokenizer, chat_template, tokenizer_config, special_tokens) = match files {
         TokenizerFiles::Gguf(metadata) => {
-            (Some(Tokenizer::from_gguf(metadata)?), ChatTemplate::from_gguf(metadata, given)?, Json::Null)
+            let template = ChatTemplate::from_gguf(metadata, given)?;
+            (Some(Tokenizer::from_gguf(metadata)?), template, Json::Null, special_tokens_of_gguf(metadata))
         }
-        TokenizerFiles::HuggingFace { tokenizer_json, tokenizer_config_json, chat_template } => (
-            tokenizer_json.exists().then(|| Tokenizer::from_file(tokenizer_json)).transpose()?,
-            ChatTemplate::from_files(tokenizer_config_json.as_deref(), given.or(chat_template.as_deref()))?,
-            read_tokenizer_config(tokenizer_config_json.as_deref())?,
-        ),
+        TokenizerFiles::HuggingFace { tokenizer_json, tokenizer_config_json, chat_template } => {
+            let tokenizer = tokenizer_json.exists().then(|| Tokenizer::from_file(tokenizer_json)).transpose()?;
+            let tokenizer_config = read_tokenizer_config(tokenizer_config_json.as_deref())?;
+            let template = ChatTemplate::from_files(&tokenizer_config, given.or(chat_template.as_deref()))?;
+            let special_tokens = special_tokens_of_config(&tokenizer_config);
+            (tokenizer, template, tokenizer_config, special_tokens)
+        }
     };
     if tokenizer.is_some() && chat_template.is_none() {
         tracing::warn!(
@@ -53,7 +59,11 @@ fn open_encoder(files: &TokenizerFiles, config: &Config) -> Result<Option<(Arc<P
     let info = tokenizer_info(tokenizer_config, chat_template.as_ref().map(ChatTemplate::source)).to_string();
     let Some(tokenizer) = tokenizer else { return Ok(None) };
     let reasoning = reasoning_format(config.reasoning_parser, &tokenizer, chat_template.as_ref())?;
-    Ok(Some((Arc::new(PromptEncoder::new(Arc::new(tokenizer), chat_template, reasoning)), info)))
+    let finds_reasoning = config.reasoning_parser == ReasoningChoice::Auto;
+    let request_templates =
+        config.trust_request_chat_template.then_some(RequestTemplates { special_tokens, finds_reasoning });
+    let encoder = PromptEncoder::new(Arc::new(tokenizer), chat_template, reasoning, request_templates);
+    Ok(Some((Arc::new(encoder), info)))
 }
 
 /// The format of the model's reasoning; `None` if chats do not report it apart from the answer.
@@ -172,6 +182,7 @@ pub fn start(config: &Config, observer: Observer, recorder: Recorder) -> Result<
         trainers,
         forces_usage: config.enable_force_include_usage,
         reports_times: config.enable_per_request_metrics,
+        writes_token_ids: config.return_tokens_as_token_ids,
     };
     Ok((context, thread))
 }

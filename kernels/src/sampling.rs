@@ -65,9 +65,9 @@ pub struct SamplingTask<'a> {
     pub output_index: u32,
     /// `Some(token)`: give its log-probabilities instead of sampling.
     pub target: Option<u32>,
-    /// How many of the most likely tokens to give beside the token, with its rank; 0 for neither.
+    /// How many of the most likely tokens to give beside the token. Its rank is given if any token is beside it.
     pub top_logprobs: u32,
-    /// Tokens to give in this order instead of the most likely ones; none for those.
+    /// Tokens to give in this order after the most likely ones.
     pub logprobs_of: &'a [u32],
     /// The distribution that these and the rank are of.
     pub top_of: Distribution,
@@ -142,7 +142,7 @@ pub struct TokenLogprobs {
     /// The token's log-probability in the distribution sampled from (temperature, penalties, filters applied and
     /// renormalised); `-inf` for a scored token which that distribution excludes; 0 for greedy's own choice.
     pub processed: f32,
-    /// The most likely tokens of the distribution asked for, descending; ties by ascending id. Or those that the task
+    /// The most likely tokens of the distribution asked for, descending; ties by ascending id. Then those that the task
     /// names, in its order.
     pub top: Vec<(u32, f32)>,
     /// 1 + the number of tokens that are more likely than this one in the same distribution; 0 where it is not asked

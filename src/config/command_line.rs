@@ -73,8 +73,10 @@ enum Meaning {
 }
 
 /// Names of flags, without hyphens in front, their values and their meaning.
+type Row = (&'static [&'static str], Arity, Meaning);
+
 #[rustfmt::skip]
-const FLAGS: &[(&[&str], Arity, Meaning)] = &[
+const FLAGS: &[Row] = &[
     // Model
     (&["model-path"], One, Same("model")),
     (&["tokenizer", "tokenizer-path"], One, Rejected("the tokenizer is the model's; put its files into the model's directory")),
@@ -97,7 +99,7 @@ const FLAGS: &[(&[&str], Arity, Meaning)] = &[
     (&["is-embedding"], Switch, Rejected("this server generates and scores; it computes no embeddings")),
     (&["quantization", "-q"], One, Rejected("weights are served as bfloat16 or float32; give the unquantised checkpoint, or a GGUF file, which is dequantised")),
     (&["context-length"], One, Same("max-model-len")),
-    (&["language-model-only"], Switch, Always("this server reads no images")),
+    (&["language-model-only", "trust-request-mm-kwargs"], Switch, Always("this server reads no images")),
     (&["limit-mm-per-prompt"], One, Rejected("this server reads no images yet")),
     // Memory
     (&["gpu-memory-utilization", "device-memory-utilization", "mem-fraction-static"], One, Same("mem-util")),
@@ -118,6 +120,7 @@ const FLAGS: &[(&[&str], Arity, Meaning)] = &[
     (&["data-parallel-size", "dp-size", "dp", "-dp"], One, Only(&["1"], "start one server per replica, and address them together with rollout_client.Fleet")),
     (&["nnodes", "-n"], One, Only(&["1"], "one server runs on one machine; address several with rollout_client.Fleet")),
     (&["enable-expert-parallel", "-ep"], Switch, Rejected("models with experts are not supported yet")),
+    (&["kv-transfer-config", "kv-events-config", "ec-transfer-config"], One, Rejected("keys and values stay in the server that computed them")),
     (&["distributed-executor-backend"], One, Always("ranks are threads of one process")),
     (&["disable-custom-all-reduce"], Switch, Always("sums over ranks are added in a tree; the alternative is --all-reduce nccl")),
     (&["worker-extension-cls", "worker-cls"], One, Always("weights are pushed over gRPC or HTTP, without code in the workers")),
@@ -131,9 +134,10 @@ const FLAGS: &[(&[&str], Arity, Meaning)] = &[
     (&["async-scheduling"], Switch, Always("tokens are sent while the next step runs")),
     (&["scheduling-policy", "schedule-policy"], One, Only(&["fcfs"], "requests are scheduled in the order of their arrival")),
     (&["scheduler-delay-factor", "schedule-conservativeness"], One, Always("the scheduler has no such parameter")),
-    (&["attention-backend"], One, Rejected("use --attention invariant or --attention flash")),
+    (&["attention-backend", "attention-config", "-ac"], One, Rejected("use --attention invariant or --attention flash")),
     (&["enforce-eager", "disable-cuda-graph"], Switch, Sets("graphs", "off")),
-    (&["compilation-config", "-cc", "optimization-level"], One, Always("kernels are compiled ahead; --graphs controls CUDA graphs")),
+    (&["compilation-config", "-cc", "kernel-config", "optimization-level", "-O"], One, Always("kernels are compiled ahead; --graphs controls CUDA graphs")),
+    (&["-O0", "-O1", "-O2", "-O3"], Switch, Always("kernels are compiled ahead; --graphs controls CUDA graphs")),
     (&["cuda-graph-max-bs", "max-cudagraph-capture-size"], One, Always("graphs are captured for the sizes that occur")),
     (&["enable-deterministic-inference"], Switch, Always("results never depend on the batch")),
     (&["max-logprobs"], One, Always("each request may ask for 100 tokens, and name 128 others")),
@@ -141,7 +145,9 @@ const FLAGS: &[(&[&str], Arity, Meaning)] = &[
     (&["seed", "random-seed"], One, Always("requests give their seeds; without one, the server draws and returns it")),
     (&["enable-auto-tool-choice"], Switch, Always("calls of tools are always parsed")),
     (&["tool-call-parser"], One, Always("the format of tool calls is found from the chat template")),
-    (&["structured-outputs-config", "guided-decoding-backend", "grammar-backend"], One, Always("llguidance computes all grammars")),
+    (&["structured-outputs-config", "guided-decoding-backend", "grammar-backend"], One, Always("llguidance is the only backend, and computes all grammars")),
+    (&["reasoning-config"], One, Always("the marks of reasoning are <think> and </think>")),
+    (&["default-chat-template-kwargs"], One, Rejected("requests give their variables of the template: chat_template_kwargs")),
     (&["chat-template-content-format"], One, Only(&["auto", "string", "openai"], "it is found from the template")),
     (&["speculative-config", "-sc", "speculative-algorithm", "speculative-draft-model-path"], One, Rejected("drafts come from the group's own tokens: --speculation auto")),
     (&["enable-return-routed-experts", "return-sampling-mask"], Switch, Rejected("not available yet")),
@@ -163,13 +169,13 @@ const FLAGS: &[(&[&str], Arity, Meaning)] = &[
     (&["uds"], One, Rejected("the server listens on --host and --port")),
     (&["api-server-count", "-asc", "renderer-num-workers", "tokenizer-worker-num"], One, Always("one process serves all connections with a thread per core")),
     (&["enable-scale-out", "tokens-only", "enable-tokenizer-info-endpoint", "enable-server-load-tracking"], Switch, Always("its routes are always there")),
-    (&["trust-request-chat-template"], Switch, Rejected("requests cannot bring a chat template; give one with --chat-template")),
     (&["enable-prompt-tokens-details"], Switch, Always("usage always has them")),
     // Observability
     (&["uvicorn-log-level", "log-level"], One, Same("log")),
     (&["disable-log-requests", "disable-log-stats", "no-enable-log-requests", "disable-uvicorn-access-log", "disable-fastapi-docs"], Switch, Always("the log has a line per request at --log info, and no access log")),
     (&["enable-log-requests", "log-requests"], Switch, Always("the log has a line per request at --log info")),
     (&["enable-metrics"], Switch, Always("/metrics is always there")),
+    (&["profiler-config"], One, Rejected("use --profile or --trace-file")),
     (&["otlp-traces-endpoint"], One, Rejected("phases are written to --trace-file")),
     (&["shutdown-timeout"], One, Same("shutdown-grace-seconds")),
 ];
@@ -194,7 +200,11 @@ fn translate(arguments: impl IntoIterator<Item = String>) -> Result<Translated> 
             None => (&*argument, None),
         };
         let name = flag.strip_prefix("--").map_or_else(|| flag.to_owned(), |name| name.replace('_', "-"));
-        let row = FLAGS.iter().find(|(names, ..)| flag.starts_with('-') && names.contains(&&*name));
+        // `--config.key value` sets a part of `--config`, which has no flag here that takes parts.
+        let whole = name.split_once('.').map_or(&*name, |(whole, _)| whole);
+        let is_ours = |meaning: &Meaning| matches!(meaning, Same(_) | Sets(..));
+        let is_row = |(names, _, meaning): &&Row| names.contains(&whole) && (whole == name || !is_ours(meaning));
+        let row = FLAGS.iter().find(|row| flag.starts_with('-') && is_row(row));
         let Some((_, arity, meaning)) = row else {
             let separator = if value.is_some() { "=" } else { "" };
             let dashes = if flag.starts_with("--") { "--" } else { "" };
@@ -275,6 +285,9 @@ mod tests {
             ("m --enable-lora --max-loras 2", "--model=m --max-adapters 2"),
             ("m --lora-target-modules q_proj k_proj --tp 2", "--model=m --tp 2"),
             ("--log=a_b=debug", "--log=a_b=debug"),
+            ("m --structured-outputs-config.backend xgrammar --tp 2", "--model=m --tp 2"),
+            ("m --structured_outputs_config.disable_any_whitespace=true -cc.mode=3 -O3", "--model=m"),
+            ("m --max-loras.x 3", "--model=m --max-loras.x 3"),
         ] {
             assert_eq!(translated(line).unwrap().arguments.join(" "), ours, "{line}");
         }
@@ -289,6 +302,11 @@ mod tests {
             notes("m --seed 3"),
             ["--seed 3 has no effect here: requests give their seeds; without one, the server draws and returns it"]
         );
+        assert_eq!(
+            notes("m --structured-outputs-config.backend guidance"),
+            ["--structured-outputs-config.backend guidance has no effect here: llguidance is the only backend, and \
+                 computes all grammars"]
+        );
     }
 
     #[test]
@@ -296,6 +314,8 @@ mod tests {
         let error = |line| translated(line).unwrap_err().to_string();
         assert!(error("m -pp 2").contains("-pp 2: ranks share each layer: use --tp"), "{}", error("m -pp 2"));
         assert!(error("m --quantization awq").contains("--quantization awq: weights are served as bfloat16 or"));
+        let error_of_part = error("m --speculative-config.method ngram");
+        assert!(error_of_part.contains("--speculative-config.method ngram: drafts come from"), "{error_of_part}");
         assert!(error("m --no-enable-prefix-caching").contains("--no-enable-prefix-caching: the prefix cache is"));
     }
 

@@ -72,7 +72,7 @@ pub struct PromptSampling {
 /// Whether a request generates or scores.
 #[derive(Clone, Debug, PartialEq)]
 pub enum RequestKind {
-    /// Generates `n` samples of each prompt. With `prompt_logprobs`, each prompt's log-probabilities too. With
+    /// Generates `n` samples of each prompt. With `prompt_logprobs`, all log-probabilities of each prompt too. With
     /// `stream_tokens`, each token is sent as it is sampled. With `return_text`, streamed tokens and completions have
     /// text, which requires a tokenizer.
     Generate { n: u32, seed: u64, prompt_logprobs: bool, stream_tokens: bool, return_text: bool },
@@ -112,8 +112,9 @@ pub enum Event {
     /// The end of a streamed text, which was held back until the sample ended. It is sent just before the completion,
     /// and is not empty.
     Text { prompt_index: u32, sample_index: u32, text: String },
-    /// Log-probabilities of a prompt's tokens from the second on, sent once all are computed, if the request scores or
-    /// has `prompt_logprobs`. One policy, `weight_version`, computed all of them.
+    /// Log-probabilities of a prompt's last tokens, sent once they are computed: of all from the second on if the
+    /// request scores or has `prompt_logprobs`, else of those that have [`Prompt::logprob_token_ids`]. One policy,
+    /// `weight_version`, computed them.
     PromptLogprobs { prompt_index: u32, logprobs: Vec<TokenLogprobs>, weight_version: WeightVersion },
     /// One sample has ended.
     Completion(Completion),

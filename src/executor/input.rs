@@ -2,7 +2,7 @@
 
 use rollout_kernels::{AttentionSequence, RowTasks, SamplingTask, StepInput};
 
-use crate::types::{Distribution, LogitsTask, PlanSequence, StepPlan, TokenMask};
+use crate::types::{Distribution, LogitsTask, PlanSequence, StepPlan, TokenId, TokenMask};
 
 /// The rows of one step. It is kept between steps, so that its lists keep their memory.
 #[derive(Default)]
@@ -89,13 +89,27 @@ impl<'a> PlanView<'a> {
             }
         };
         let sequences = plan.sequences.iter().map(sequence).collect();
-        Self { sequences, tasks: plan.tasks().map(sampling_task).collect() }
+        Self { sequences, tasks: plan.sequences.iter().flat_map(sampling_tasks).collect() }
     }
 }
 
-/// A task of the plan as the device takes it.
-fn sampling_task(task: &LogitsTask) -> SamplingTask<'_> {
+/// The tasks of a sequence as the device takes them.
+fn sampling_tasks(sequence: &PlanSequence) -> impl Iterator<Item = SamplingTask<'_>> {
+    sequence.logits.iter().flat_map(|row| {
+        let named = sequence.prompt.row_after(sequence.start + row.offset);
+        row.tasks.iter().map(move |task| sampling_task(task, named))
+    })
+}
+
+/// A task of the plan as the device takes it. `named` are the tokens to list beside a scored one.
+fn sampling_task<'a>(task: &'a LogitsTask, named: &'a [TokenId]) -> SamplingTask<'a> {
     let params = &*task.params;
+    let (top_logprobs, logprobs_of, top_of) = match (task.target, &params.logprob_token_ids[..]) {
+        (Some(_), _) => (params.top_logprobs, named, Distribution::Raw),
+        (None, []) => (params.top_logprobs, &[][..], params.top_logprobs_of),
+        // They take the place of the most likely ones.
+        (None, named) => (0, named, params.top_logprobs_of),
+    };
     // Tokens that end a sample are banned until it has `min_tokens` tokens.
     let may_stop = task.output_index >= params.min_tokens;
     SamplingTask {
@@ -118,9 +132,9 @@ fn sampling_task(task: &LogitsTask) -> SamplingTask<'_> {
         seed: task.seed,
         output_index: task.output_index,
         target: task.target.or(task.forced),
-        top_logprobs: params.top_logprobs,
-        logprobs_of: if task.target.is_none() { &params.logprob_token_ids[..] } else { &[] },
-        top_of: if task.target.is_none() { params.top_logprobs_of } else { Distribution::Raw },
+        top_logprobs,
+        logprobs_of,
+        top_of,
     }
 }
 

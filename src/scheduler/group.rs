@@ -26,6 +26,7 @@ pub struct Group {
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum GroupKind {
     /// One sample per seed, of which there is at least one; with `prompt_logprobs`, the prompt's log-probabilities too.
+    /// Without, those of the tokens beside which [`Prompt::logprob_token_ids`] are reported.
     Sample { seeds: Vec<u64>, prompt_logprobs: bool },
     /// The log-probabilities of the prompt's tokens, and no samples.
     Score,
@@ -63,8 +64,9 @@ pub enum Outcome {
         group: GroupKey,
         /// Number of the prompt's tokens whose KV came from the prefix cache. The samples of a group share one lookup.
         cached_tokens: u32,
-        /// Log-probabilities of the prompt's tokens from the second on, each given the tokens before it. `None` unless
-        /// asked for by `prompt_logprobs` or [`GroupKind::Score`].
+        /// Log-probabilities of the prompt's last tokens, each given the tokens before it: of all from the second on if
+        /// asked for by `prompt_logprobs` or [`GroupKind::Score`], else of those that have
+        /// [`Prompt::logprob_token_ids`]. `None` if there are none.
         logprobs: Option<Vec<TokenLogprobs>>,
     },
     /// A sample has got its next token. `finish` says why it is the sample's last one, if it is. `grammar_bytes` is

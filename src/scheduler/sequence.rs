@@ -49,9 +49,12 @@ pub(super) struct Sequence {
     pub num_registered: usize,
     /// Whether some KV of the table was computed under an earlier policy. No further block is registered then.
     pub mixed: bool,
-    /// Log-probabilities of the prompt tokens `[1, 1 + len)`, if they are asked for and not reported yet. They are kept
-    /// through a preemption, since computing again gives the same bits, but not through a change of the policy.
+    /// Log-probabilities of the prompt's tokens that follow those from `scored_from` on, if they are asked for and not
+    /// reported yet. They are kept through a preemption, since computing again gives the same bits, but not through a
+    /// change of the policy.
     pub prompt_logprobs: Option<Vec<TokenLogprobs>>,
+    /// Index of the first token that predicts one of `prompt_logprobs`.
+    pub scored_from: usize,
     /// Number of tokens found in the prefix cache at the first admission; `None` before it.
     pub cached_tokens: Option<u32>,
     /// Number of context tokens that matched where the drafts of the step under way were found.
@@ -70,12 +73,14 @@ pub(super) struct PendingToken {
 impl Sequence {
     /// Makes the sequence of a group's sample 0.
     pub fn new(group: Group, block_size: usize) -> Self {
-        let (mut seeds, score_only, wants_logprobs) = match group.kind {
+        let (mut seeds, score_only, wants_all) = match group.kind {
             GroupKind::Sample { seeds, prompt_logprobs } => (seeds, false, prompt_logprobs),
             GroupKind::Score => (vec![0], true, true),
         };
         assert!(!seeds.is_empty(), "{:?} has no samples", group.key);
         let unforked = seeds.split_off(1);
+        let wants_logprobs = wants_all || !group.prompt.logprob_token_ids.is_empty();
+        let scored_from = if wants_all { 0 } else { group.prompt.first_with_row() };
         let hashes = HashChain::of(group.salt, &group.prompt.tokens, &group.prompt.media, block_size);
         let thinking = group
             .params
@@ -99,6 +104,7 @@ impl Sequence {
             num_registered: 0,
             mixed: false,
             prompt_logprobs: wants_logprobs.then(Vec::new),
+            scored_from,
             cached_tokens: None,
             matched: 0,
         }
@@ -124,6 +130,7 @@ impl Sequence {
             num_registered: self.num_registered,
             mixed: false,
             prompt_logprobs: None,
+            scored_from: 0,
             cached_tokens: self.cached_tokens,
             matched: 0,
         }
@@ -143,7 +150,12 @@ impl Sequence {
     /// prompt token whose log-probabilities are still wanted.
     pub fn max_cached_tokens(&self) -> usize {
         let last = self.num_tokens() - 1;
-        self.prompt_logprobs.as_ref().map_or(last, |collected| collected.len().min(last))
+        self.next_scored().map_or(last, |next| next.min(last))
+    }
+
+    /// Index of the token that predicts the next of the prompt's log-probabilities, if they are wanted.
+    fn next_scored(&self) -> Option<usize> {
+        self.prompt_logprobs.as_ref().map(|collected| self.scored_from + collected.len())
     }
 
     /// Whether the prompt is computed, and every sample of the group has a sequence of its own.
@@ -192,8 +204,8 @@ impl Sequence {
     pub fn plan(&self, end: usize) -> PlanSequence {
         let start = self.num_computed;
         let mut logits = Vec::new();
-        if let Some(collected) = &self.prompt_logprobs {
-            let wanted = start.max(collected.len())..end.min(self.prompt.tokens.len() - 1);
+        if let Some(next) = self.next_scored() {
+            let wanted = start.max(next)..end.min(self.prompt.tokens.len() - 1);
             logits.extend(wanted.map(|position| LogitsRow {
                 offset: position - start,
                 tasks: vec![self.task(self.seed, 0, Some(self.prompt.tokens[position + 1]))],
@@ -306,8 +318,8 @@ impl Sequence {
         assert!(self.num_registered == full || self.mixed && self.num_registered < full, "{key:?}: registered blocks");
         assert!(!self.mixed || self.is_forked() && !self.table.is_empty(), "{key:?}: KV of several policies");
         assert!(self.unforked.is_empty() || !self.is_forked(), "{key:?} has tokens and unforked samples");
-        if let Some(collected) = &self.prompt_logprobs {
-            assert!(collected.len() >= computed.min(self.prompt.tokens.len() - 1), "{key:?}: prompt log-probabilities");
+        if let Some(next) = self.next_scored() {
+            assert!(next >= computed.min(self.prompt.tokens.len() - 1), "{key:?}: prompt log-probabilities");
         }
     }
 }

@@ -43,6 +43,8 @@ pub struct ServingContext {
     pub forces_usage: bool,
     /// Whether answers of OpenAI's routes have the times of a sample.
     pub reports_times: bool,
+    /// Whether answers of OpenAI's routes write tokens as their ids, unless a request says otherwise.
+    pub writes_token_ids: bool,
 }
 
 /// Facts of the model that requests are checked against.

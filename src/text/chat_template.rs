@@ -7,6 +7,7 @@ mod tojson;
 
 use std::collections::{BTreeMap, HashMap};
 use std::path::Path;
+use std::sync::Arc;
 
 use candle_core::quantized::gguf_file::Value as GgufValue;
 use minijinja::value::{Serde, Value};
@@ -54,7 +55,7 @@ pub struct Conversation {
 /// [`std::sync::Arc`].
 #[derive(Debug)]
 pub struct ChatTemplate {
-    source: String,
+    source: Arc<str>,
     program: Program,
     /// Text of each special token by its variable in the template: `bos_token`, `eos_token` and so on.
     special_tokens: BTreeMap<String, String>,
@@ -65,11 +66,19 @@ pub struct ChatTemplate {
 }
 
 impl ChatTemplate {
+    /// Most bytes that compiling `source` takes, of which the template keeps a part until it is dropped.
+    ///
+    /// # Errors
+    /// `Config` if `source` is too large.
+    pub fn compiling_bytes(source: &str) -> Result<u64> {
+        Program::parsing_bytes(source)
+    }
+
     /// Compiles `source`. `special_tokens` are visible in the template by their names (`bos_token`).
     ///
     /// # Errors
     /// `Config` with the line if `source` is not a template.
-    pub fn new(source: String, special_tokens: BTreeMap<String, String>) -> Result<Self> {
+    pub fn new(source: Arc<str>, special_tokens: BTreeMap<String, String>) -> Result<Self> {
         let mut environment = Environment::new();
         environment.add_function("raise_exception", raise_exception);
         environment.add_function("strftime_now", strftime_now);
@@ -85,13 +94,12 @@ impl ChatTemplate {
     ///
     /// # Errors
     /// `Config` if a file cannot be read or parsed.
-    pub fn from_files(tokenizer_config: Option<&Path>, chat_template: Option<&Path>) -> Result<Option<Self>> {
-        let config = read_tokenizer_config(tokenizer_config)?;
+    pub fn from_files(tokenizer_config: &Json, chat_template: Option<&Path>) -> Result<Option<Self>> {
         let source = match chat_template {
             Some(path) => Some(read(path)?),
-            None => template_of_config(&config["chat_template"])?,
+            None => template_of_config(&tokenizer_config["chat_template"])?,
         };
-        source.map(|source| Self::new(source, special_tokens_of_config(&config))).transpose()
+        source.map(|source| Self::new(source.into(), special_tokens_of_config(tokenizer_config))).transpose()
     }
 
     /// Reads the template from the file `chat_template`, or takes it from the metadata of a GGUF file. `None` if there
@@ -105,15 +113,7 @@ impl ChatTemplate {
             (None, Some(GgufValue::String(source))) => source.clone(),
             (None, _) => return Ok(None),
         };
-        let names = [("bos", "bos"), ("eos", "eos"), ("unk", "unknown"), ("pad", "padding")];
-        let special_tokens = names
-            .into_iter()
-            .filter_map(|(name, key)| {
-                let token = gguf::named_token(metadata, &format!("tokenizer.ggml.{key}_token_id"))?;
-                Some((format!("{name}_token"), token.to_string()))
-            })
-            .collect();
-        Self::new(source, special_tokens).map(Some)
+        Self::new(source.into(), special_tokens_of_gguf(metadata)).map(Some)
     }
 
     pub fn source(&self) -> &str {
@@ -207,7 +207,7 @@ fn mark_end(message: &mut Json) -> Result<String> {
 fn cut_after(mut text: String, last: &str) -> Result<String> {
     let at = text.rfind(CONTINUE.trim_end()).filter(|_| text.contains(last.trim()));
     let Some(at) = at else {
-        let message = "the model's chat template changes the last message, so that it cannot be continued";
+        let message = "the chat template changes the last message, so that it cannot be continued";
         return Err(Error::invalid("messages", message));
     };
     let is_trimmed = !text[at..].starts_with(CONTINUE);
@@ -238,8 +238,18 @@ fn template_of_config(value: &Json) -> Result<Option<String>> {
     }
 }
 
+/// The special tokens that templates may name, from the metadata of a GGUF file.
+pub fn special_tokens_of_gguf(metadata: &HashMap<String, GgufValue>) -> BTreeMap<String, String> {
+    let names = [("bos", "bos"), ("eos", "eos"), ("unk", "unknown"), ("pad", "padding")];
+    let named = |(name, key): (&str, &str)| {
+        let token = gguf::named_token(metadata, &format!("tokenizer.ggml.{key}_token_id"))?;
+        Some((format!("{name}_token"), token.to_string()))
+    };
+    names.into_iter().filter_map(named).collect()
+}
+
 /// Every `*_token` of `tokenizer_config.json`, whether it is a string or an object with `content`.
-fn special_tokens_of_config(config: &Json) -> BTreeMap<String, String> {
+pub fn special_tokens_of_config(config: &Json) -> BTreeMap<String, String> {
     let Json::Object(entries) = config else { return BTreeMap::new() };
     entries
         .iter()

@@ -10,7 +10,9 @@ mod tokenizer;
 mod tokenizer_info;
 mod tool_calls;
 
-pub use chat_template::{ChatTemplate, Conversation, read_tokenizer_config};
+pub use chat_template::{
+    ChatTemplate, Conversation, read_tokenizer_config, special_tokens_of_config, special_tokens_of_gguf,
+};
 pub use detokenizer::IncrementalDetokenizer;
 pub use reasoning::{ReasoningFormat, ReasoningParser, ReasoningStart, ReasoningTokens};
 pub use stop::{StopMatcher, StopStrings};

@@ -95,9 +95,14 @@ impl Engine {
         let (sender, events) = channel();
         let cancel = CancelFlag::default();
         let traffic = &self.context().traffic;
+        let rows = request.rows.into_iter().chain(std::iter::repeat(Vec::new()));
+        let prompt = |(tokens, rows): (Vec<TokenId>, Vec<Vec<TokenId>>)| Prompt {
+            logprob_token_ids: rows.into(),
+            ..Prompt::from_tokens(tokens)
+        };
         let request = ValidRequest {
             request_id: request.id,
-            prompts: request.prompts.into_iter().map(Prompt::from_tokens).collect(),
+            prompts: request.prompts.into_iter().zip(rows).map(prompt).collect(),
             kind: request.kind,
             params: Arc::new(request.params),
             grammar: request.grammar,
@@ -162,6 +167,8 @@ impl Drop for Engine {
 pub struct Request {
     pub id: String,
     pub prompts: Vec<Vec<TokenId>>,
+    /// `logprob_token_ids` of the first prompts.
+    pub rows: Vec<Vec<Vec<TokenId>>>,
     pub kind: RequestKind,
     pub params: SamplingParams,
     pub grammar: Option<Arc<Grammar>>,
@@ -184,8 +191,18 @@ impl Request {
 
     fn new(prompts: Vec<Vec<TokenId>>, kind: RequestKind, params: SamplingParams) -> Self {
         let id = String::new();
-        let (adapter, grammar, own) = (None, None, BTreeMap::new());
-        Self { id, prompts, kind, params, grammar, own, adapter, if_weight_version: None, min_weight_version: None }
+        Self {
+            id,
+            prompts,
+            rows: Vec::new(),
+            kind,
+            params,
+            grammar: None,
+            own: BTreeMap::new(),
+            adapter: None,
+            if_weight_version: None,
+            min_weight_version: None,
+        }
     }
 
     /// Gives the request an id. Requests without an id must run one after the other.

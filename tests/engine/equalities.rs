@@ -2,7 +2,7 @@
 //! sampled or scored, in a group or replayed, on one rank or on several.
 
 use rollout_server::engine::PromptSampling;
-use rollout_server::types::{SamplingParams, TokenId, sample_seed};
+use rollout_server::types::{SamplingParams, TokenId, TokenLogprobs, sample_seed};
 
 use crate::common::{Engine, Reply, Request, bits, kernels, random_prompts};
 
@@ -179,6 +179,80 @@ fn a_prompts_logprobs_are_its_score() {
             assert_eq!(bits(a), bits(b), "{level:?}");
         }
         assert_eq!(scored.prompt_logprobs.len(), 32);
+    }
+}
+
+/// What is listed beside the tokens of a prompt, and its bits.
+type Listed = Vec<Vec<(TokenId, u32)>>;
+
+/// The most likely tokens and the named ones beside each token of each prompt.
+fn listed(reply: &Reply) -> Vec<Listed> {
+    let list = |token: &TokenLogprobs| token.top.iter().map(|&(token, logprob)| (token, logprob.to_bits())).collect();
+    reply.prompt_logprobs.iter().map(|(_, tokens)| tokens.iter().map(list).collect()).collect()
+}
+
+/// A request for the log-probabilities of random tokens beside the last tokens of each prompt.
+fn naming(seed: u64, prompts: Vec<Vec<TokenId>>) -> Request {
+    let rows = prompts.iter().zip(0..).map(|(prompt, i)| {
+        let rows = random_prompts(seed + i, prompt.len() - 1, 0..5, VOCAB);
+        rows[rows.len() / 3..].to_vec()
+    });
+    Request { rows: rows.collect(), prompts, ..Request::generate(Vec::new(), 1, SEED, 1) }
+}
+
+#[test]
+fn named_tokens_of_a_prompt_have_the_bits_of_their_scores() {
+    for (seed, level) in (100..).step_by(1000).zip(levels()) {
+        println!("seed {seed}, {level:?}");
+        let engine = Engine::start("qwen2", &level);
+        let request = naming(seed, random_prompts(seed, 4, 2..24, VOCAB));
+        let all = listed(&engine.generate(request.clone()));
+        for ((prompt, rows), found) in request.prompts.iter().zip(&request.rows).zip(&all) {
+            let first = prompt.len() - rows.len();
+            let score = |(at, &token): (usize, &TokenId)| {
+                let scored = engine.generate(Request::score(vec![[&prompt[..at], &[token]].concat()]));
+                (token, scored.prompt_logprobs[0].1[at - 1].raw.to_bits())
+            };
+            let expected: Listed =
+                (first..).zip(rows).map(|(at, row)| row.iter().map(|token| score((at, token))).collect()).collect();
+            assert_eq!(*found, expected, "{prompt:?}");
+        }
+    }
+}
+
+#[test]
+fn named_tokens_of_a_prompt_are_the_same_in_a_batch_in_chunks_and_beside_the_most_likely() {
+    for (seed, level) in (200..).step_by(1000).zip(levels()) {
+        println!("seed {seed}, {level:?}");
+        let request = naming(seed, random_prompts(seed, 8, 2..60, VOCAB));
+        let engine = Engine::start("llama", &level);
+        let together = listed(&engine.generate(request.clone()));
+        let chunked = Engine::start("llama", &[&level[..], &["--max-batch-tokens", "7"]].concat());
+        assert_eq!(listed(&chunked.generate(request.clone())), together, "in chunks");
+        assert_eq!(listed(&engine.generate(request.clone())), together, "after prompts that are cached");
+        let scored = Request { rows: request.rows.clone(), ..Request::score(request.prompts.clone()) };
+        let mut with_likely = scored.clone();
+        with_likely.params.top_logprobs = 3;
+        let (scored, with_likely) = (listed(&engine.generate(scored)), listed(&engine.generate(with_likely)));
+        let likely = Request {
+            params: SamplingParams { top_logprobs: 3, ..Default::default() },
+            ..Request::score(request.prompts.clone())
+        };
+        let likely = listed(&engine.generate(likely));
+        for (i, expected) in together.iter().enumerate() {
+            let alone = Request {
+                prompts: vec![request.prompts[i].clone()],
+                rows: vec![request.rows[i].clone()],
+                ..request.clone()
+            };
+            assert_eq!(listed(&engine.generate(alone))[0], *expected, "alone");
+            let unnamed = scored[i].len() - expected.len();
+            assert!(scored[i][..unnamed].iter().all(Vec::is_empty));
+            assert_eq!(scored[i][unnamed..], expected[..], "scored");
+            let joined: Listed = likely[i].iter().zip(&scored[i]).map(|(a, b)| [&a[..], b].concat()).collect();
+            assert_eq!(with_likely[i], joined, "beside the most likely");
+        }
+        engine.assert_all_free();
     }
 }
 

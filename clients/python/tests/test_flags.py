@@ -23,7 +23,8 @@ def test_flags_of_vllm_start_a_server(binary, tmp_path):
     flags = [
         "--served-model-name", "policy", "alias", "--gpu-memory-utilization", "0.2", "--kv_cache_memory_bytes=16777216",
         "--enable-sleep-mode", "--trust-remote-code", "--tensor-parallel-size", "1", "--seed", "7",
-        "--enable-lora", "--max-loras", "2", "--uvicorn-log-level", "info",
+        "--enable-lora", "--max-loras", "2", "--uvicorn-log-level", "info", "--return-tokens-as-token-ids",
+        "--structured-outputs-config.backend", "xgrammar",
     ]  # fmt: skip
     with log.open("w") as output, ServerProcess(binary, MODEL, flags, output=output) as server:
         listed = ask(server.http_address, "GET", "/v1/models").body["data"]
@@ -32,6 +33,8 @@ def test_flags_of_vllm_start_a_server(binary, tmp_path):
             body = {"model": name, "prompt": [1, 2], "max_tokens": 2}
             answer = ask(server.http_address, "POST", "/v1/completions", body)
             assert answer.status == 200 and answer.body["model"] == (name or "policy")
+        tokens = ask(server.http_address, "POST", "/v1/completions", {"prompt": [1], "max_tokens": 1, "logprobs": 1})
+        assert tokens.body["choices"][0]["logprobs"]["tokens"][0].startswith("token_id:")
         unknown = ask(server.http_address, "POST", "/v1/completions", {"model": "gpt-4", "prompt": [1]})
         message = unknown.body["error"]["message"]
         assert unknown.status == 404 and unknown.body["error"]["param"] == "model"
@@ -44,6 +47,7 @@ def test_flags_of_vllm_start_a_server(binary, tmp_path):
     for note in (
         "--gpu-memory-utilization is --mem-util here", "--kv_cache_memory_bytes is --kv-cache-bytes here",
         "--enable-sleep-mode has no effect here: sleep and wake are always available", "--max-loras is --max-adapters",
+        "--structured-outputs-config.backend xgrammar has no effect here: llguidance is the only backend",
     ):  # fmt: skip
         assert note in said, said
 
@@ -63,6 +67,7 @@ def test_the_model_may_be_the_first_argument(binary):
     (["--device", "cuda"], "this build is for the CPU; `make cuda` builds the server for NVIDIA GPUs"),
     (["--api-key", "short"], "the token has 5 characters; give 16"),
     (["--port", "8000", "--http-port", "8000"], "--port 8000: must be different from --http-port"),
+    (["--kv-transfer-config.kv_role", "kv_both"], "keys and values stay in the server that computed them"),
     (["--no-such-flag"], "unexpected argument '--no-such-flag'"),
     (["--chat-template", "/nothing.jinja"], "/nothing.jinja"),
 ])  # fmt: skip

@@ -61,8 +61,15 @@ def test_a_fleet_gives_the_bits_of_one_server_for_any_split(fleet, servers):
     assert [g.prompt_token_ids for g in found] == PROMPTS
     assert [g.prompt_logprobs for g in found] == [g.prompt_logprobs for g in expected]
     assert [s.top_logprobs for g in found for s in g.samples] == [s.top_logprobs for g in expected for s in g.samples]
-    scores, alone = fleet.score(PROMPTS), first.client.score(PROMPTS)
+    rows = [[[token, 7]] for token, *_ in PROMPTS]
+    scores, alone = (client.score(PROMPTS, prompt_logprob_token_ids=rows) for client in (fleet, first.client))
     assert [s.raw_logprobs[1:] for s in scores] == [s.raw_logprobs[1:] for s in alone]
+    named = [score.token_id_logprobs for score in alone]
+    assert [score.token_id_logprobs for score in scores] == named
+    found = fleet.generate(PROMPTS, sampling=SamplingParams(max_tokens=1), prompt_logprob_token_ids=rows)
+    assert [group.prompt_logprobs.token_id_logprobs for group in found] == named
+    with pytest.raises(InvalidArgument, match=r"^logprob_token_ids\[1\]\.rows"):
+        fleet.score(PROMPTS[:2], prompt_logprob_token_ids=[[], [[0]] * len(PROMPTS[1])])
 
 
 def test_a_small_capacity_changes_no_bits_and_loses_nothing(servers):

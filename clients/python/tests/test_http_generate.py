@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import base64
+import io
 import json
 import socket
 import threading
@@ -254,3 +256,61 @@ def test_a_client_that_vanishes_takes_its_request_along(served):
             wait_for(served.client, lambda s: s.running_samples == 8, "running")
         wait_for(served.client, lambda s, before=aborted: s.aborted_requests == before + 1, "aborted")
         assert_idle(served.client)
+
+
+def test_log_probabilities_of_named_tokens_of_the_prompt(served):
+    """A table of numpy's, with the bits of gRPC's scores, as vLLM answers it."""
+    prompt, rows = [11, 22, 33, 44, 55], [[33, -1, 7], [-1, 44], [55]]
+    sampling = {"prompt_logprobs": 0, "prompt_logprob_token_ids": rows, "prompt_logprob_start": 1}
+    answer = served.generate(*prompt, sampling=sampling).body
+    found = np.load(io.BytesIO(base64.b64decode(answer["prompt_token_id_logprobs"])), allow_pickle=False)
+
+    def score(before, token):
+        return -np.inf if token < 0 else served.client.score([[*before, token]])[0].raw_logprobs[-1]
+
+    padded = [row + [-1] * (3 - len(row)) for row in rows]
+    expected = [[score(prompt[: 2 + i], token) for token in row] for i, row in enumerate(padded)]
+    assert found.dtype == np.float32 and found.shape == (3, 3)
+    assert found.tobytes() == np.float32(expected).tobytes()
+    of_prompt = [next(iter(entry.values()))["logprob"] for entry in answer["prompt_logprobs"][2:]]
+    assert np.float32(of_prompt).tobytes() == found[[0, 1, 2], [0, 1, 0]].tobytes()
+    alone = served.generate(*prompt, sampling={**sampling, "prompt_logprobs": None}).body
+    assert (alone["prompt_logprobs"], alone["prompt_token_id_logprobs"]) == (None, answer["prompt_token_id_logprobs"])
+    beside = served.generate(*prompt, sampling={**sampling, "prompt_logprobs": 3}).body
+    assert beside["prompt_token_id_logprobs"] == answer["prompt_token_id_logprobs"]
+    without = served.generate(*prompt, sampling={"prompt_logprobs": 3}).body
+    assert (without["prompt_logprobs"], without["prompt_token_id_logprobs"]) == (beside["prompt_logprobs"], None)
+
+
+@pytest.mark.parametrize(
+    ("members", "param", "says"),
+    [
+        ({"prompt_logprob_token_ids": [[1]]}, "", "1 rows, and the prompt has 2 scored rows"),
+        ({"prompt_logprob_token_ids": [[], []]}, "", "has no tokens"),
+        ({"prompt_logprob_token_ids": [[1], [512]]}, "[1][0]", "512 is not below the vocabulary size 512"),
+        ({"prompt_logprob_token_ids": [[1], [-2]]}, "[1][0]", "-2 is neither -1 nor a token"),
+        ({"prompt_logprob_token_ids": [[0] * 129, []]}, "[0]", "129 tokens are more than 128"),
+        ({"prompt_logprob_token_ids": [1, 2]}, "[0]", "expected a sequence"),
+        ({"prompt_logprob_token_ids": [[1.5], []]}, "[0][0]", "expected i32"),
+    ],
+)
+def test_wrong_tables_of_named_tokens_are_refused(served, members, param, says):
+    answer = served.generate(sampling=members)
+    path = f"sampling_params.prompt_logprob_token_ids{param}"
+    assert (answer.status, answer.body["error"]["param"]) == (400, path) and says in answer.body["error"]["message"]
+
+
+def test_a_stream_has_no_table_and_a_start_needs_one(served):
+    answer = served.generate(sampling={"prompt_logprob_token_ids": [[1], [2]]}, stream=True)
+    assert answer.status == 400 and "are not available in a stream" in answer.body["error"]["message"]
+    answer = served.generate(sampling={"prompt_logprob_start": 1})
+    assert (answer.status, answer.body["error"]["param"]) == (400, "sampling_params.prompt_logprob_start")
+
+
+def test_wrong_members_are_named_by_their_path(served):
+    for sampling, path, says in (
+        ({"suffix": "x"}, "sampling_params.suffix", "is not supported; leave it out"),
+        ({"logit_bias": {"seven": 1}}, "sampling_params.logit_bias", '"seven" is not a token id'),
+    ):
+        error = served.generate(sampling=sampling).body["error"]
+        assert error["param"] == path and says in error["message"], error

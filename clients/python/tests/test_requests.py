@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -59,6 +60,7 @@ def test_generate_sends_every_argument(call, echo):
             top_logprobs_of="processed",
             logprob_token_ids=[9, 3],
             prompt_logprobs=True,
+            prompt_logprob_token_ids=[[], [[5, 6]], np.array([[7]]), (), [[], (8,)]],
             return_text=False,
             request_id="mine",
             adapter="a",
@@ -72,10 +74,10 @@ def test_generate_sends_every_argument(call, echo):
             request_id="mine",
             prompts=[
                 {"text": "text"},
-                {"tokens": {"ids": [1, 2]}},
-                {"tokens": {"ids": [3]}},
+                {"tokens": {"ids": [1, 2]}, "logprob_token_ids": [{"ids": [5, 6]}]},
+                {"tokens": {"ids": [3]}, "logprob_token_ids": [{"ids": [7]}]},
                 {"tokens": {"ids": [4, 5]}},
-                {"chat": {"messages": chat}},
+                {"chat": {"messages": chat}, "logprob_token_ids": [{}, {"ids": [8]}]},
             ],
             n=2,
             sampling={
@@ -116,6 +118,7 @@ def test_chats_are_sent_with_all_that_the_template_shows(call, echo):
     ]
     tools = [{"type": "function", "function": {"name": "f", "parameters": {"z": 1, "a": 2}}}]
     chat = Chat(messages, tools, [{"title": "t"}], {"x": [1]}, add_generation_prompt=False, continue_final_message=True)
+    chat = replace(chat, chat_template="{{ x }}")
     call(lambda client: client.generate([messages, chat, Chat(messages[:1])]))
     as_json = (
         '[{"role": "user", "content": "a"}, {"role": "assistant", "content": null, "tool_calls": [{"b": 1, "a": "é"}]}]'
@@ -127,6 +130,7 @@ def test_chats_are_sent_with_all_that_the_template_shows(call, echo):
         "template_arguments_json": '{"x": [1]}',
         "add_generation_prompt": False,
         "continue_final_message": True,
+        "chat_template": "{{ x }}",
     }
     sent = [{"messages_json": as_json}, whole, {"messages": messages[:1]}]
     assert echo.requests[0].prompts == _proto.GENERATE.request(prompts=[{"chat": chat} for chat in sent]).prompts
@@ -207,9 +211,11 @@ def test_score_sends_every_argument(call, echo):
             adapter="a",
             if_weight_version=1,
             min_weight_version=1,
+            prompt_logprob_token_ids=[[[5, 6]], []],
         )
     )
     (request,) = echo.requests
+    assert [[list(row.ids) for row in named.rows] for named in request.logprob_token_ids] == [[[5, 6]], []]
     assert [list(sequence.ids) for sequence in request.sequences] == [[1, 2], [3]]
     assert (request.top_logprobs, request.adapter, request.sampling.temperature) == (2, "a", 0.5)
     assert (request.if_weight_version, request.min_weight_version) == (1, 1)
@@ -327,6 +333,13 @@ def test_what_does_not_fit_its_field_is_refused_by_name(call, echo, arguments, f
 def test_score_refuses_what_are_not_token_ids(call, echo, sequences):
     with pytest.raises(InvalidArgument, match=r"^sequences\[0\]: "):
         call(lambda client: client.score(sequences))
+
+
+@pytest.mark.parametrize("rows", [[[[1]], [[2]]], [[1, 2]], [[[-1]]]])
+def test_rows_of_named_tokens_are_lists_of_lists_for_each_prompt(call, echo, rows):
+    for method in ("generate", "score"):
+        with pytest.raises(InvalidArgument, match=r"^prompt_logprob_token_ids(: 2 for 1 prompts|\[0\]\[0\]: )"):
+            call(lambda client, method=method: getattr(client, method)([[1, 2, 3]], prompt_logprob_token_ids=rows))
 
 
 def test_abort_refuses_nothing_and_both(call, echo):

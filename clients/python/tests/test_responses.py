@@ -97,6 +97,17 @@ def test_prompt_logprobs_start_with_none(call, fake):
     assert out[1].prompt_logprobs == PromptLogprobs(1, [7, 8], [None, -0.5], [], [])
 
 
+def test_named_tokens_are_listed_beside_the_prompts_last(call, fake):
+    named = [{}, {}, {"token_ids": [9, 3], "logprobs": [-1.5, -math.inf]}]
+    raw = [math.nan, math.nan, -0.5]
+    message = {"prompt_index": 0, "token_ids": [7, 8, 9], "raw_logprobs": raw, "token_id_logprobs": named}
+    answers = [completion(0), GenerateResponse(prompt_logprobs=message), summary()]
+    fake.answers["Generate"] = lambda request, context: iter(answers)
+    (out,) = call(lambda client: client.generate(["a"], prompt_logprob_token_ids=[[[9, 3]]]))
+    listed = [{}, {}, {9: -1.5, 3: -math.inf}]
+    assert out.prompt_logprobs == PromptLogprobs(0, [7, 8, 9], [None, None, -0.5], [], [], listed)
+
+
 def test_stream_gives_events_as_they_come(fake):
     answers = [
         GenerateResponse(delta={"token_ids": [5], "logprobs": [-0.5], "raw_logprobs": [-0.25], "text": "a"}),

@@ -35,11 +35,8 @@ fn ranking(
     let order: Vec<u32> = by_rank(logits).into_iter().filter(|other| possible(*other)).collect();
     let is_above = |other: &&u32| !possible(token) || logits[**other as usize] > logits[token as usize];
     let rank = 1 + order.iter().filter(is_above).count() as u32;
-    let listed = match task.logprobs_of {
-        [] => &order[..order.len().min(task.top_logprobs as usize)],
-        named => named,
-    };
-    (listed.iter().map(|other| (*other, logprob(*other))).collect(), rank)
+    let most_likely = order.iter().take(task.top_logprobs as usize);
+    (most_likely.chain(task.logprobs_of).map(|other| (*other, logprob(*other))).collect(), rank)
 }
 
 /// The probabilities that a task samples from; of a broken row, those of the token that is taken.

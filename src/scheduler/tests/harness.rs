@@ -318,13 +318,17 @@ impl Harness {
     fn apply(&mut self, outcome: Outcome) {
         match outcome {
             Outcome::PromptDone { group, cached_tokens, logprobs } => {
-                let is_score = self.groups[&group].kind == GroupKind::Score;
+                let Group { kind, prompt, .. } = &self.groups[&group];
+                let is_score = *kind == GroupKind::Score;
+                let wants_all = is_score || matches!(kind, GroupKind::Sample { prompt_logprobs: true, .. });
+                let first = if wants_all { 0 } else { prompt.first_with_row() };
                 let result = self.results.get_mut(&group).expect("a known group");
                 assert!(result.cached_tokens.is_none() && !result.aborted, "{group:?}: its prompt is done once");
                 assert!(result.samples.iter().all(|sample| sample.tokens.is_empty()));
                 result.cached_tokens = Some(cached_tokens);
+                assert_eq!(logprobs.is_some(), wants_all || !prompt.logprob_token_ids.is_empty(), "{group:?}");
                 if let Some(logprobs) = &logprobs {
-                    assert_eq!(raw_logprobs(logprobs), prompt_logprobs(&self.groups[&group]), "{group:?}");
+                    assert_eq!(raw_logprobs(logprobs), prompt_logprobs(&self.groups[&group])[first..], "{group:?}");
                 }
                 result.prompt_logprobs = logprobs;
                 result.done = is_score;

@@ -52,6 +52,9 @@ fn random_prompt(rng: &mut ChaCha8Rng, max_len: usize) -> Prompt {
         let placeholders = start..rng.random_range(start + 1..=len);
         prompt.media = Arc::new([MediaItem { hash: [rng.random_range(1..=2); 32], placeholders }]);
     }
+    if rng.random_bool(0.2) {
+        prompt.logprob_token_ids = vec![vec![1]; rng.random_range(0..len)].into();
+    }
     prompt
 }
 

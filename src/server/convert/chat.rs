@@ -22,7 +22,7 @@ const RESERVED: &[(&str, &str)] = &[
     ("documents", "documents have a field of their own"),
     ("add_generation_prompt", "it has a field of its own"),
     ("continue_final_message", "it has a field of its own"),
-    ("chat_template", "a request uses the model's own template"),
+    ("chat_template", "it has a field of its own"),
     ("tokenize", "a request always needs token ids"),
 ];
 

@@ -49,6 +49,8 @@ const MAX_SAMPLES_PER_PROMPT: u32 = 1024;
 const MAX_SAMPLES_PER_REQUEST: usize = 65_536;
 /// Most log-probabilities per position: a reply carries 8 bytes for each of them at each token.
 pub(super) const MAX_TOP_LOGPROBS: u32 = 100;
+/// Most tokens that a request names for its log-probabilities at a position: vLLM's limit.
+const MAX_LOGPROB_TOKEN_IDS: usize = 128;
 /// Longest request id in bytes. Ids are kept, compared and logged.
 const MAX_REQUEST_ID_BYTES: usize = 256;
 /// Longest name of a resident adapter in bytes. Names are kept, compared and logged.
@@ -155,7 +157,7 @@ pub(super) fn score(request: pb::ScoreRequest, model: &ModelFacts) -> Result<Val
     let params = sampling::for_score(&request.sampling.unwrap_or_default(), model)?;
     Ok(ValidRequest {
         request_id: request_id(String::new())?,
-        prompts: prompt::sequences(request.sequences, model)?,
+        prompts: prompt::sequences(request.sequences, request.logprob_token_ids, model)?,
         kind: RequestKind::Score,
         params: Arc::new(SamplingParams { top_logprobs: request.top_logprobs, ..params }),
         grammar: None,
@@ -230,6 +232,12 @@ fn check_ids(field: impl Display, ids: &[TokenId], model: &ModelFacts) -> Result
     let Some(i) = ids.iter().position(|&id| id as usize >= model.vocab_size) else { return Ok(()) };
     let message = format!("{} is not below the vocabulary size {}", ids[i], model.vocab_size);
     Err(Error::invalid(format!("{field}[{i}]"), message))
+}
+
+/// Checks tokens that a request names for their log-probabilities.
+fn check_logprob_token_ids(field: impl Display + Copy, ids: &[TokenId], model: &ModelFacts) -> Result<()> {
+    check_most(field, ids.len(), "tokens", MAX_LOGPROB_TOKEN_IDS, "name fewer")?;
+    check_ids(field, ids, model)
 }
 
 /// The model's encoder, without which `field` means nothing.

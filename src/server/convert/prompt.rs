@@ -1,6 +1,8 @@
 //! Prompts of requests: token ids are checked, texts and chats are encoded.
 
-use super::{MAX_SAMPLES_PER_REQUEST, ModelFacts, chat, check_ids, check_most, encoder, pb};
+use std::sync::Arc;
+
+use super::{MAX_SAMPLES_PER_REQUEST, ModelFacts, chat, check_ids, check_logprob_token_ids, check_most, encoder, pb};
 use crate::error::{Error, Result};
 use crate::memory::Charge;
 use crate::types::{Prompt, TokenId};
@@ -11,16 +13,27 @@ pub(super) fn prompts(prompts: Vec<pb::Prompt>, model: &ModelFacts, charge: &mut
     prompts.into_iter().enumerate().map(|(i, p)| prompt(&format!("prompts[{i}]"), p, model, charge)).collect()
 }
 
-/// Checks the sequences of a `ScoreRequest`. Each must fit into the context.
-pub(super) fn sequences(sequences: Vec<pb::TokenIds>, model: &ModelFacts) -> Result<Vec<Prompt>> {
+/// Checks the sequences of a `ScoreRequest`. Each must fit into the context. `rows` are the `logprob_token_ids` of
+/// each.
+pub(super) fn sequences(
+    sequences: Vec<pb::TokenIds>,
+    rows: Vec<pb::TokenRows>,
+    model: &ModelFacts,
+) -> Result<Vec<Prompt>> {
     ensure!(!sequences.is_empty(), "sequences", "is empty; give at least one sequence");
     check_most("sequences", sequences.len(), "sequences", MAX_SAMPLES_PER_REQUEST, "split the request")?;
+    let (given, wanted) = (rows.len(), sequences.len());
+    let is_complete = given == 0 || given == wanted;
+    ensure!(is_complete, "logprob_token_ids", "{given} for {wanted} sequences; give one for each, or none");
+    let mut rows = rows.into_iter();
     let check = |(i, s): (usize, pb::TokenIds)| {
         let path = format!("sequences[{i}]");
         check_tokens(&path, &s.ids, model)?;
         let (n, most) = (s.ids.len(), model.max_model_len);
         ensure!(n <= most, path, "{n} tokens are more than the context of {most}");
-        Ok(Prompt::from_tokens(s.ids))
+        let named = rows.next().unwrap_or_default().rows;
+        let logprob_token_ids = named_rows(&format!("logprob_token_ids[{i}].rows"), named, n, model)?;
+        Ok(Prompt { logprob_token_ids, ..Prompt::from_tokens(s.ids) })
     };
     sequences.into_iter().enumerate().map(check).collect()
 }
@@ -50,12 +63,14 @@ fn encoded(
                 encoder(&path, model, NO_TEXTS)?.encode_text(&path, &text, special.unwrap_or(true), most, charge)?;
             (path, ids)
         }
-        Some(Kind::Chat(chat)) => {
+        Some(Kind::Chat(mut chat)) => {
             let path = format!("{path}.chat");
             let encoder = encoder(&path, model, NO_TEXTS)?;
-            let bytes = chat::rendering_bytes(&chat);
+            let own_template = Some(std::mem::take(&mut chat.chat_template)).filter(|source| !source.is_empty());
+            let compiling = |source: &String| encoder.compiling_bytes(&format!("{path}.chat_template"), source);
+            let bytes = chat::rendering_bytes(&chat) + own_template.as_ref().map_or(Ok(0), compiling)?;
             let traffic = charge.traffic().clone();
-            let render = || encoder.render(&path, chat::conversation(&path, chat)?, &traffic);
+            let render = || encoder.render(&path, own_template, chat::conversation(&path, chat)?, &traffic);
             // What was made for the text is counted until it is encoded.
             let (text, _rendered) = charge.hold(bytes, render)??;
             let ids = encoder.encode_text(&path, &text, special.unwrap_or(false), most, charge)?;
@@ -66,7 +81,8 @@ fn encoded(
     Ok((path, ids))
 }
 
-fn prompt(path: &str, prompt: pb::Prompt, model: &ModelFacts, charge: &mut Charge) -> Result<Prompt> {
+fn prompt(path: &str, mut prompt: pb::Prompt, model: &ModelFacts, charge: &mut Charge) -> Result<Prompt> {
+    let (named, rows_path) = (std::mem::take(&mut prompt.logprob_token_ids), format!("{path}.logprob_token_ids"));
     let (kept, keep_first) = (prompt.keep_tokens.map(|kept| kept as usize), prompt.keep_first);
     // A text that is cut may be longer than the context.
     let most = if kept.is_some() { usize::MAX } else { model.max_model_len };
@@ -80,7 +96,19 @@ fn prompt(path: &str, prompt: pb::Prompt, model: &ModelFacts, charge: &mut Charg
     check_tokens(&path, &ids, model)?;
     let (n, most) = (ids.len(), model.max_model_len);
     ensure!(n < most, path, "{n} tokens leave no room for one more in the context of {most}; shorten the prompt");
-    Ok(Prompt::from_tokens(ids))
+    let logprob_token_ids = named_rows(&rows_path, named, n, model)?;
+    Ok(Prompt { logprob_token_ids, ..Prompt::from_tokens(ids) })
+}
+
+/// Checks the rows of tokens to report beside the last ones of a prompt of `n` tokens.
+fn named_rows(path: &str, rows: Vec<pb::TokenIds>, n: usize, model: &ModelFacts) -> Result<Arc<[Vec<TokenId>]>> {
+    let count = rows.len();
+    ensure!(count < n.max(1), path, "{count} rows are more than the {} tokens after the prompt's first", n - 1);
+    let check = |(i, row): (usize, pb::TokenIds)| {
+        check_logprob_token_ids(format_args!("{path}[{i}].ids"), &row.ids, model)?;
+        Ok(row.ids)
+    };
+    rows.into_iter().enumerate().map(check).collect()
 }
 
 /// Checks that there are token ids, all of them below the vocabulary size.

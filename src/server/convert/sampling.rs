@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 
 use super::structured::Grammars;
-use super::{ModelFacts, check_ids, check_length, check_most, encoder, pb};
+use super::{ModelFacts, check_ids, check_length, check_logprob_token_ids, check_most, encoder, pb};
 use crate::engine::PromptSampling;
 use crate::error::{Error, Result};
 use crate::types::{Distribution, SamplingParams, ThinkingBudget, TokenId};
@@ -20,8 +20,6 @@ const MAX_STOP_STRINGS: usize = 64;
 /// Longest stop string in bytes: a stream holds back this much text.
 const MAX_STOP_STRING_BYTES: usize = 1024;
 
-/// Most tokens that a request names for its log-probabilities: vLLM's limit.
-const MAX_LOGPROB_TOKEN_IDS: usize = 128;
 /// Most token sequences that must not be generated: vLLM's limit.
 const MAX_BAD_WORDS: usize = 128;
 /// Longest bad word in bytes: its tokens are compared with the output at every step.
@@ -48,8 +46,7 @@ pub(super) fn for_generate(
 ) -> Result<(PromptSampling, BTreeMap<u32, PromptSampling>)> {
     let (top_logprobs, top_logprobs_of) = (request.top_logprobs, ranked(request.top_logprobs_of)?);
     let named: Arc<[TokenId]> = std::mem::take(&mut request.logprob_token_ids).into();
-    check_most("logprob_token_ids", named.len(), "tokens", MAX_LOGPROB_TOKEN_IDS, "name fewer")?;
-    check_ids("logprob_token_ids", &named, model)?;
+    check_logprob_token_ids("logprob_token_ids", &named, model)?;
     let sampling = |given: pb::SamplingParams, grammars: &mut Grammars| {
         let logprob_token_ids = named.clone();
         let params = SamplingParams {

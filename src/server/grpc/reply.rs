@@ -1,7 +1,7 @@
 //! Turns the engine's events into the messages of gRPC replies.
 
 use std::collections::VecDeque;
-use std::iter::once;
+use std::iter::repeat_n;
 
 use crate::engine::{Completion, Event, Summary, ValidRequest};
 use crate::error::{Error, Result};
@@ -53,15 +53,18 @@ impl GenerateWriter {
     fn prompt_logprobs(
         &self,
         prompt_index: u32,
-        prompt: &[TokenId],
-        logprobs: &[TokenLogprobs],
+        prompt: &Prompt,
+        mut logprobs: Vec<TokenLogprobs>,
     ) -> Result<pb::PromptLogprobs> {
+        let token_id_logprobs = token_id_logprobs(prompt, &mut logprobs);
+        let skipped = skipped(prompt, &logprobs)?;
         Ok(pb::PromptLogprobs {
             prompt_index,
-            token_ids: prompt.to_vec(),
-            raw_logprobs: after_first(prompt.len(), logprobs, |t| t.raw)?,
-            top_logprobs: self.if_top(|| once(Default::default()).chain(logprobs.iter().map(top_logprobs)).collect()),
-            ranks: self.if_top(|| once(0).chain(logprobs.iter().map(|t| t.rank)).collect()),
+            token_ids: prompt.tokens.to_vec(),
+            raw_logprobs: after(skipped, f32::NAN, &logprobs, |t| t.raw),
+            top_logprobs: self.if_top(|| after(skipped, pb::TopLogprobs::default(), &logprobs, top_logprobs)),
+            ranks: self.if_top(|| after(skipped, 0, &logprobs, |t| t.rank)),
+            token_id_logprobs,
         })
     }
 
@@ -110,7 +113,7 @@ impl Writer for GenerateWriter {
             })),
             Event::PromptLogprobs { prompt_index, logprobs, .. } => {
                 let (_, prompt) = prompt.ok_or_else(|| unrequested(prompt_index))?;
-                push(Message::PromptLogprobs(self.prompt_logprobs(prompt_index, &prompt.tokens, &logprobs)?));
+                push(Message::PromptLogprobs(self.prompt_logprobs(prompt_index, &prompt, logprobs)?));
             }
             Event::Completion(completion) => push(Message::Completion(self.completion(completion))),
             Event::Done(summary) => {
@@ -125,8 +128,8 @@ impl Writer for GenerateWriter {
 
 /// Turns the events of one `Score` into its messages.
 pub(super) struct ScoreWriter {
-    /// For each sequence its number of tokens, or None once it has scores.
-    lengths: Vec<Option<usize>>,
+    /// The sequences, each None once it has scores.
+    sequences: Vec<Option<Prompt>>,
     left: usize,
     top: bool,
 }
@@ -134,7 +137,7 @@ pub(super) struct ScoreWriter {
 impl ScoreWriter {
     pub(super) fn new(request: &ValidRequest) -> Self {
         Self {
-            lengths: request.prompts.iter().map(|p| Some(p.tokens.len())).collect(),
+            sequences: request.prompts.iter().cloned().map(Some).collect(),
             left: request.prompts.len(),
             top: request.params.top_logprobs > 0,
         }
@@ -143,15 +146,20 @@ impl ScoreWriter {
     fn score(
         &mut self,
         index: u32,
-        logprobs: &[TokenLogprobs],
+        mut logprobs: Vec<TokenLogprobs>,
         weight_version: WeightVersion,
         out: &mut VecDeque<pb::ScoreResponse>,
     ) -> Result<()> {
-        let length = self.lengths.get_mut(index as usize).ok_or_else(|| unrequested(index))?;
-        let length = length.take().ok_or_else(|| Error::Internal(format!("two scores for sequence {index}")))?;
+        let sequence = self.sequences.get_mut(index as usize).ok_or_else(|| unrequested(index))?;
+        let sequence = sequence.take().ok_or_else(|| Error::Internal(format!("two scores for sequence {index}")))?;
         self.left -= 1;
-        let raw = after_first(length, logprobs, |t| t.raw)?;
-        let processed = after_first(length, logprobs, |t| t.processed)?;
+        let named = token_id_logprobs(&sequence, &mut logprobs);
+        let (length, skipped) = (sequence.tokens.len(), skipped(&sequence, &logprobs)?);
+        if skipped > 1 {
+            return Err(wrong_count(&sequence, &logprobs));
+        }
+        let raw = after(skipped, f32::NAN, &logprobs, |t| t.raw);
+        let processed = after(skipped, f32::NAN, &logprobs, |t| t.processed);
         for start in (0..length).step_by(PIECE_TOKENS) {
             let piece = start..length.min(start + PIECE_TOKENS);
             // The first token of a sequence has no most likely tokens.
@@ -162,6 +170,7 @@ impl ScoreWriter {
                 logprobs: processed[piece.clone()].to_vec(),
                 top_logprobs: if self.top { tops.collect() } else { Vec::new() },
                 weight_version,
+                token_id_logprobs: named.get(piece.clone()).unwrap_or_default().to_vec(),
             };
             out.push_back(pb::ScoreResponse { score: Some(score), sequence_index: index, start: start as u32 });
         }
@@ -175,12 +184,12 @@ impl Writer for ScoreWriter {
     fn write(&mut self, event: Event, out: &mut VecDeque<pb::ScoreResponse>) -> Result<Option<Summary>> {
         match event {
             Event::PromptLogprobs { prompt_index, logprobs, weight_version } => {
-                self.score(prompt_index, &logprobs, weight_version, out).map(|()| None)
+                self.score(prompt_index, logprobs, weight_version, out).map(|()| None)
             }
             Event::Done(_) if self.left > 0 => Err(Error::Aborted(format!(
                 "the request was aborted before {} of its {} sequences were scored",
                 self.left,
-                self.lengths.len()
+                self.sequences.len()
             ))),
             Event::Done(summary) => Ok(Some(summary)),
             Event::Failed(error) => Err(error),
@@ -190,13 +199,30 @@ impl Writer for ScoreWriter {
     }
 }
 
-/// One value per token of a sequence of `len` tokens: NaN for the first, which has no tokens before it, then those of
-/// `rest`.
-fn after_first(len: usize, rest: &[TokenLogprobs], value: impl Fn(&TokenLogprobs) -> f32) -> Result<Vec<f32>> {
-    if rest.len() + 1 != len {
-        return Err(Error::Internal(format!("{} log-probabilities for a sequence of {len} tokens", rest.len())));
+/// Number of a prompt's tokens before those that `logprobs` are of: at least the first, which has no tokens before it.
+fn skipped(prompt: &Prompt, logprobs: &[TokenLogprobs]) -> Result<usize> {
+    let skipped = prompt.tokens.len().checked_sub(logprobs.len()).filter(|skipped| *skipped > 0);
+    skipped.ok_or_else(|| wrong_count(prompt, logprobs))
+}
+
+fn wrong_count(prompt: &Prompt, logprobs: &[TokenLogprobs]) -> Error {
+    Error::Internal(format!("{} log-probabilities for {} tokens", logprobs.len(), prompt.tokens.len()))
+}
+
+/// One value per token of a prompt: `none` for those that are skipped, then those of `logprobs`.
+fn after<T: Clone>(skipped: usize, none: T, logprobs: &[TokenLogprobs], value: impl Fn(&TokenLogprobs) -> T) -> Vec<T> {
+    repeat_n(none, skipped).chain(logprobs.iter().map(value)).collect()
+}
+
+/// One list per token of a prompt, if it names tokens: the log-probabilities of those of its row, which are taken out
+/// of `logprobs`.
+fn token_id_logprobs(prompt: &Prompt, logprobs: &mut [TokenLogprobs]) -> Vec<pb::TopLogprobs> {
+    let rows = prompt.take_rows(logprobs);
+    if rows.is_empty() {
+        return Vec::new();
     }
-    Ok(once(f32::NAN).chain(rest.iter().map(value)).collect())
+    let skipped = prompt.tokens.len().saturating_sub(rows.len());
+    repeat_n(pb::TopLogprobs::default(), skipped).chain(rows.iter().map(|row| listed(row))).collect()
 }
 
 /// Index of the prompt that the event is about.
@@ -210,7 +236,11 @@ fn prompt_of(event: &Event) -> Option<u32> {
 }
 
 fn top_logprobs(token: &TokenLogprobs) -> pb::TopLogprobs {
-    let (token_ids, logprobs) = token.top.iter().copied().unzip();
+    listed(&token.top)
+}
+
+fn listed(tokens: &[(TokenId, f32)]) -> pb::TopLogprobs {
+    let (token_ids, logprobs) = tokens.iter().copied().unzip();
     pb::TopLogprobs { token_ids, logprobs }
 }
 

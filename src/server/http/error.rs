@@ -120,6 +120,9 @@ fn member(path: &str) -> String {
         let member = chat.strip_prefix('.').unwrap_or("messages");
         return member.replacen("template_arguments", "chat_template_kwargs", 1).replacen("_json", "", 1);
     }
+    if let Some(within) = kind.strip_prefix(".logprob_token_ids") {
+        return format!("sampling_params.prompt_logprob_token_ids{}", within.replacen(".ids", "", 1));
+    }
     let within = kind.strip_prefix(".tokens.ids").unwrap_or("");
     if index.is_empty() { format!("prompt{within}") } else { format!("prompt[{index}]{within}") }
 }
@@ -172,6 +175,7 @@ mod tests {
             ("prompts[0].chat", "messages"),
             ("prompts[0].chat.messages_json[1].content[0]", "messages[1].content[0]"),
             ("prompts[0].chat.template_arguments_json.tools", "chat_template_kwargs.tools"),
+            ("prompts[0].logprob_token_ids[3].ids[1]", "sampling_params.prompt_logprob_token_ids[3][1]"),
             ("n", "n"),
         ] {
             assert_eq!(member(field), param, "{field}");

@@ -66,11 +66,21 @@ pub(super) fn reject<'de, A: MapAccess<'de>>(rejected: &[&str], name: &str, map:
     if !rejected.contains(&name) {
         return Ok(false);
     }
-    let value: Box<RawValue> = map.next_value()?;
-    if NEUTRAL.contains(&value.get()) {
-        return Ok(true);
+    map.next_value::<Neutral>()?;
+    Ok(true)
+}
+
+/// A neutral value. It is an error to read another one, so that the error has the path of the member.
+struct Neutral;
+
+impl<'de> Deserialize<'de> for Neutral {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        let value = Box::<RawValue>::deserialize(deserializer)?;
+        match NEUTRAL.contains(&value.get()) {
+            true => Ok(Self),
+            false => Err(de::Error::custom("is not supported; leave it out")),
+        }
     }
-    Err(de::Error::custom(format_args!("{name} is not supported; leave it out")))
 }
 
 /// Reads a list, or a text as a list of one element.

@@ -78,7 +78,7 @@ impl Meter {
             return Ok(());
         }
         let message = format!(
-            "the model's chat template takes more than {} s for this chat; send fewer or shorter messages, or token ids",
+            "the chat template takes more than {} s for this chat; send fewer or shorter messages, or token ids",
             MAX_TIME.as_secs()
         );
         Err(carried(Error::ResourceExhausted(message)))
@@ -170,8 +170,7 @@ pub(super) fn shown_bytes(value: &Value) -> Result<u64, minijinja::Error> {
 
 /// The error of a render that exceeds a limit.
 pub(super) fn exceeded(what: &str) -> minijinja::Error {
-    let message =
-        format!("the model's chat template {what} for this chat; send fewer or shorter messages, or token ids");
+    let message = format!("the chat template {what} for this chat; send fewer or shorter messages, or token ids");
     carried(Error::invalid("messages", message))
 }
 
@@ -199,5 +198,5 @@ pub(super) fn typed(error: &minijinja::Error) -> Error {
         }
     }
     let message = error.detail().map_or_else(|| error.to_string(), str::to_string);
-    Error::invalid("messages", format!("the model's chat template refuses them: {message}"))
+    Error::invalid("messages", format!("the chat template refuses them: {message}"))
 }

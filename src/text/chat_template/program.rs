@@ -13,6 +13,7 @@ use minijinja::machinery::{
 use minijinja::syntax::SyntaxConfig;
 use minijinja::value::{Object, Value};
 use minijinja::{AutoEscape, Environment, State};
+use yoke::{Yoke, Yokeable};
 
 use super::meter::{FUEL, Meter, made};
 use super::operators;
@@ -30,6 +31,16 @@ const MAX_CONSTANT_BYTES: u64 = 16 << 20;
 /// Stack of the thread that parses a template, enough for 10,000 branches of an `if`. Only the used part takes memory.
 const PARSE_STACK_BYTES: usize = 256 << 20;
 
+/// Bytes of an environment with its filters and functions.
+const ENVIRONMENT_BYTES: u64 = 64 << 10;
+/// Bytes that a byte of the source takes, in copies of its texts. It took up to 6.3.
+const BYTE: u64 = 8;
+/// Bytes that a token takes as a node of the tree and as instructions, before and after calls are put between them. It
+/// took up to 280.
+const TOKEN: u64 = 320;
+/// Bytes of the stack that a tag may take.
+const TAG: u64 = (PARSE_STACK_BYTES / MAX_TAGS) as u64;
+
 /// Names of our functions. They are not identifiers, so no template can call or hide them.
 const BEGIN: &str = "<begin>";
 const MADE: &str = "<made>";
@@ -43,8 +54,15 @@ const ROOM: &str = "<room>";
 /// A parsed template, which many threads can render at once.
 pub(super) struct Program {
     environment: Environment<'static>,
-    main: Instructions<'static>,
-    blocks: BTreeMap<&'static str, Instructions<'static>>,
+    /// The instructions, with the source that they borrow.
+    parsed: Yoke<Parsed<'static>, Arc<str>>,
+}
+
+/// The instructions of a template.
+#[derive(Yokeable)]
+struct Parsed<'s> {
+    main: Instructions<'s>,
+    blocks: BTreeMap<&'s str, Instructions<'s>>,
 }
 
 /// Where the bytes of a render are counted.
@@ -54,17 +72,21 @@ struct Room(Traffic);
 impl Object for Room {}
 
 impl Program {
+    /// Most bytes that parsing `source` takes, of which the program keeps a part.
+    ///
+    /// # Errors
+    /// `Config` if `source` is too large.
+    pub(super) fn parsing_bytes(source: &str) -> Result<u64> {
+        let Extent { tags, tokens, constants } = extent(source)?;
+        Ok(ENVIRONMENT_BYTES + source.len() as u64 * BYTE + tokens * TOKEN + tags * TAG + constants)
+    }
+
     /// Parses `source` for `environment`, whose filters and functions it uses.
     ///
     /// # Errors
-    /// `Config` if `source` is too large or is not a template.
-    pub(super) fn new(name: &'static str, source: String, mut environment: Environment<'static>) -> Result<Self> {
-        if source.len() > MAX_SOURCE_BYTES {
-            let bytes = source.len();
-            return Err(Error::Config(format!(
-                "the model's chat template has {bytes} bytes, and at most {MAX_SOURCE_BYTES} are read; shorten it"
-            )));
-        }
+    /// `Config` if `source` is too large or is not a template; `ResourceExhausted` if no thread can parse it.
+    pub(super) fn new(name: &'static str, source: Arc<str>, mut environment: Environment<'static>) -> Result<Self> {
+        extent(&source)?;
         environment.set_fuel(Some(FUEL));
         operators::install(&mut environment);
         environment.add_function(BEGIN, |state: &mut State, room: &Value| {
@@ -78,15 +100,8 @@ impl Program {
         environment.add_function(CONCAT, operators::concat);
         environment.add_function(ADD, operators::add);
         environment.add_function(MULTIPLY, operators::multiply);
-        // The instructions borrow their source. The process serves one template, so both live as long as the process.
-        let source: &'static str = source.leak();
-        // Nested tags and long expressions take more stack than other threads have.
-        let thread = std::thread::Builder::new().name("chat-template".into()).stack_size(PARSE_STACK_BYTES);
-        let parsing = thread.spawn(move || parse(name, source));
-        let parsing = parsing.map_err(|e| Error::Internal(format!("the thread for the chat template: {e}")))?;
-        let (main, blocks) =
-            parsing.join().map_err(|_| Error::Internal("parsing the chat template panicked".into()))??;
-        Ok(Self { environment, main, blocks })
+        let parsed = Yoke::try_attach_to_cart(source, |source| parse_on_thread(name, source))?;
+        Ok(Self { environment, parsed })
     }
 
     /// The text that the template renders from `variables`, and the charge for all bytes that the render made.
@@ -102,7 +117,8 @@ impl Program {
         let mut text = String::new();
         let root = Value::from(variables);
         let mut out = make_string_output(&mut text);
-        let (_, mut state) = eval(&self.environment, &self.main, root, &self.blocks, &mut out, AutoEscape::None)?;
+        let Parsed { main, blocks } = self.parsed.get();
+        let (_, mut state) = eval(&self.environment, main, root, blocks, &mut out, AutoEscape::None)?;
         let charge = Meter::of(&mut state)?.take_charge();
         drop(state);
         Ok((text, charge))
@@ -120,13 +136,21 @@ pub(super) fn syntax() -> Result<SyntaxConfig> {
     syntax.map_err(|e| Error::Internal(e.to_string()))
 }
 
-type Parsed = (Instructions<'static>, BTreeMap<&'static str, Instructions<'static>>);
+/// Parses on a thread of its own: nested tags and long expressions take more stack than other threads have.
+fn parse_on_thread<'s>(name: &'static str, source: &'s str) -> Result<Parsed<'s>> {
+    std::thread::scope(|scope| {
+        let thread = std::thread::Builder::new().name("chat-template".into()).stack_size(PARSE_STACK_BYTES);
+        let parsing = thread.spawn_scoped(scope, || parse(name, source)).map_err(|e| {
+            Error::ResourceExhausted(format!("the chat template needs a thread, which did not start: {e}; retry"))
+        })?;
+        parsing.join().map_err(|_| Error::Internal("parsing the chat template panicked".into()))?
+    })
+}
 
-fn parse(name: &'static str, source: &'static str) -> Result<Parsed> {
-    check_tags(source)?;
+fn parse<'s>(name: &'static str, source: &'s str) -> Result<Parsed<'s>> {
     let config = TemplateConfig { syntax_config: syntax()?, default_auto_escape: Arc::new(|_| AutoEscape::None) };
     let compiled = CompiledTemplate::new(name, source, &config)
-        .map_err(|e| Error::Config(format!("the model's chat template cannot be compiled: {e}")))?;
+        .map_err(|e| Error::Config(format!("the chat template cannot be compiled: {e}")))?;
     let mut main = Instructions::new(name, source);
     for instruction in [Instruction::Lookup(ROOM), Instruction::CallFunction(BEGIN, Some(1)), Instruction::DiscardTop] {
         main.add(instruction);
@@ -134,25 +158,40 @@ fn parse(name: &'static str, source: &'static str) -> Result<Parsed> {
     let main = counted(&compiled.instructions, main);
     let blocks = compiled.blocks.iter();
     let blocks = blocks.map(|(name, block)| (*name, counted(block, Instructions::new(name, source)))).collect();
-    Ok((main, blocks))
+    Ok(Parsed { main, blocks })
 }
 
-/// Rejects tags that would take too much stack or memory when they are parsed. Text that is not a token is left to the
-/// parser.
-fn check_tags(source: &str) -> Result<()> {
-    let refuse =
-        |line: u16, what: String| Err(Error::Config(format!("the model's chat template: line {line}: {what}")));
-    let (mut tags, mut tokens, mut constants) = (0, 0, 0_u64);
+/// The size of a template, which bounds the memory of parsing it.
+#[derive(Default)]
+struct Extent {
+    tags: u64,
+    tokens: u64,
+    /// Bytes that tags make of constants alone.
+    constants: u64,
+}
+
+/// Measures a template, and rejects one that would take too much stack or memory when it is parsed. Text that is not a
+/// token is left to the parser.
+fn extent(source: &str) -> Result<Extent> {
+    if source.len() > MAX_SOURCE_BYTES {
+        let bytes = source.len();
+        return Err(Error::Config(format!(
+            "the chat template has {bytes} bytes, and at most {MAX_SOURCE_BYTES} are read; shorten it"
+        )));
+    }
+    let refuse = |line: u16, what: String| Err(Error::Config(format!("the chat template: line {line}: {what}")));
+    let (mut all, mut tokens) = (Extent::default(), 0);
     // For each tag: its longest text, a bound on the product of its numbers, and whether it multiplies texts or lists.
     let (mut longest, mut product, mut multiplies, mut has_text) = (0_u64, 1_u64, false, false);
     for (token, span) in tokenize(source, false, syntax()?).map_while(std::result::Result::ok) {
         match token {
             Token::VariableStart | Token::BlockStart => {
-                tags += 1;
+                all.tags += 1;
                 (tokens, longest, product, multiplies, has_text) = (0, 0, 1, false, false);
             }
             Token::VariableEnd | Token::BlockEnd if multiplies && has_text => {
-                constants = constants.saturating_add(product.saturating_mul(longest + size_of::<Value>() as u64));
+                let made = product.saturating_mul(longest + size_of::<Value>() as u64);
+                all.constants = all.constants.saturating_add(made);
             }
             Token::Str(text) => (longest, has_text) = (longest.max(text.len() as u64), true),
             Token::String(text) => (longest, has_text) = (longest.max(text.len() as u64), true),
@@ -163,23 +202,23 @@ fn check_tags(source: &str) -> Result<()> {
             Token::Int128(_) | Token::Pow => (product, multiplies) = (u64::MAX, true),
             _ => {}
         }
-        tokens += 1;
-        if tags > MAX_TAGS {
+        (tokens, all.tokens) = (tokens + 1, all.tokens + 1);
+        if all.tags > MAX_TAGS as u64 {
             return refuse(span.start_line, format!("more than {MAX_TAGS} tags; shorten the template"));
         }
         if tokens > MAX_TAG_TOKENS {
             return refuse(span.start_line, format!("more than {MAX_TAG_TOKENS} tokens in one tag; split it with set"));
         }
-        if constants > MAX_CONSTANT_BYTES {
+        if all.constants > MAX_CONSTANT_BYTES {
             let what = format!("constants multiplied to more than {MAX_CONSTANT_BYTES} bytes; write shorter ones");
             return refuse(span.start_line, what);
         }
     }
-    Ok(())
+    Ok(all)
 }
 
 /// Appends the instructions of `given` to those of `program`, with calls between them that count the bytes they make.
-fn counted(given: &Instructions<'static>, mut program: Instructions<'static>) -> Instructions<'static> {
+fn counted<'s>(given: &Instructions<'s>, mut program: Instructions<'s>) -> Instructions<'s> {
     let expanded: Vec<_> = (0..).map_while(|index| given.get(index)).map(expand).collect();
     let mut next = (0..).find(|&index| program.get(index).is_none()).unwrap_or(0);
     // The new index of each instruction, and one more for jumps past the last.
@@ -201,7 +240,7 @@ fn counted(given: &Instructions<'static>, mut program: Instructions<'static>) ->
 }
 
 /// The instructions that replace one instruction.
-fn expand(instruction: &Instruction<'static>) -> Vec<Instruction<'static>> {
+fn expand<'s>(instruction: &Instruction<'s>) -> Vec<Instruction<'s>> {
     use Instruction as I;
     let count = || I::CallFunction(MADE, Some(1));
     match instruction {
@@ -234,7 +273,7 @@ fn expand(instruction: &Instruction<'static>) -> Vec<Instruction<'static>> {
 }
 
 /// The instruction with its jump target moved to the new index.
-fn retargeted(mut instruction: Instruction<'static>, starts: &[u32]) -> Instruction<'static> {
+fn retargeted<'s>(mut instruction: Instruction<'s>, starts: &[u32]) -> Instruction<'s> {
     use Instruction as I;
     if let I::Iterate(target)
     | I::Jump(target)

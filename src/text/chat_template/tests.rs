@@ -24,7 +24,7 @@ fn conversation(case: &Json) -> Conversation {
 fn template(source: &str) -> ChatTemplate {
     let tokens = [("bos_token", "<s>"), ("eos_token", "</s>")];
     let tokens = tokens.into_iter().map(|(name, token)| (name.to_string(), token.to_string())).collect();
-    ChatTemplate::new(source.to_string(), tokens).unwrap()
+    ChatTemplate::new(source.into(), tokens).unwrap()
 }
 
 /// Room for everything that a render makes.
@@ -67,6 +67,19 @@ fn date_of_today_and_json_arguments() {
 }
 
 #[test]
+fn a_template_gives_its_source_back_when_it_is_dropped() {
+    for _ in 0..3 {
+        let source: Arc<str> = "{% block a %}{{ bos_token }} and text{% endblock %}".into();
+        let kept = Arc::downgrade(&source);
+        let template = ChatTemplate::new(source, BTreeMap::new()).unwrap();
+        assert_eq!(render(&template, nothing()).unwrap(), " and text");
+        assert!(kept.strong_count() > 0);
+        drop(template);
+        assert_eq!(kept.strong_count(), 0);
+    }
+}
+
+#[test]
 fn dates_are_formatted_as_by_c() {
     let at = |format: &str, seconds| strftime(format, OffsetDateTime::from_unix_timestamp(seconds).unwrap());
     let all = "%Y-%m-%d %H:%M:%S %a %A %b %B %h %y %e %I %p %F %T %Z %z %%Z %%%Z %j";
@@ -92,7 +105,7 @@ fn failures_say_what_the_template_says() {
         ["{{ raise_exception('no ' ~ 1) }}", "{% macro f() %}{{ raise_exception('no 1') }}{% endmacro %}{{ f() }}"]
     {
         let error = render(&template(source), nothing()).unwrap_err();
-        assert_eq!(error.to_string(), "messages: the model's chat template refuses them: no 1");
+        assert_eq!(error.to_string(), "messages: the chat template refuses them: no 1");
     }
     for source in [
         "{{ messages[3].content }}",
@@ -115,7 +128,7 @@ fn sources_and_their_precedence() {
     };
     let load = |config: Json, jinja: Option<&Path>| {
         let config = write("tokenizer_config.json", &config.to_string());
-        ChatTemplate::from_files(Some(&config), jinja)
+        ChatTemplate::from_files(&read_tokenizer_config(Some(&config))?, jinja)
     };
     let text = |template: Result<Option<ChatTemplate>>| render(&template.unwrap().unwrap(), nothing()).unwrap();
     let plain = json!({ "chat_template": "{{ bos_token }} config {{ eos_token }}{{ pad_token }}", "bos_token": "<b>",
@@ -123,16 +136,16 @@ fn sources_and_their_precedence() {
     assert_eq!(text(load(plain.clone(), None)), "<b> config <e>");
     let jinja = write("chat_template.jinja", "{{ bos_token }} file\n");
     assert_eq!(text(load(plain, Some(&jinja))), "<b> file");
-    assert_eq!(text(ChatTemplate::from_files(None, Some(&jinja))), " file");
+    assert_eq!(text(ChatTemplate::from_files(&Json::Null, Some(&jinja))), " file");
     let named =
         json!({ "chat_template": [{ "name": "tool_use", "template": "t" }, { "name": "default", "template": "d" }] });
     assert_eq!(text(load(named, None)), "d");
     assert!(load(json!({}), None).unwrap().is_none());
-    assert!(ChatTemplate::from_files(None, None).unwrap().is_none());
+    assert!(ChatTemplate::from_files(&Json::Null, None).unwrap().is_none());
     for unusable in [json!({ "chat_template": [{ "name": "rag", "template": "r" }] }), json!({ "chat_template": 3 })] {
         assert!(matches!(load(unusable, None), Err(Error::Config(_))));
     }
-    assert!(matches!(ChatTemplate::from_files(Some(&dir), None), Err(Error::Config(_))));
+    assert!(matches!(read_tokenizer_config(Some(&dir)), Err(Error::Config(_))));
     std::fs::remove_dir_all(&dir).unwrap();
 }
 

@@ -58,6 +58,7 @@ fn chat(dice: &mut Dice) -> pb::Chat {
         template_arguments_json: chat_json(dice),
         add_generation_prompt: dice.maybe(Dice::coin),
         continue_final_message: dice.one_in(4),
+        chat_template: if dice.is_hostile() && dice.one_in(4) { dice.text() } else { String::new() },
     }
 }
 
@@ -71,7 +72,14 @@ fn prompt(dice: &mut Dice) -> pb::Prompt {
     };
     let sampling = if dice.one_in(6) { Some(Box::new(sampling::params(dice))) } else { None };
     let keep_tokens = if dice.one_in(4) { Some(dice.between(1, 9)) } else { None };
-    pb::Prompt { kind, add_special_tokens: dice.maybe(Dice::coin), sampling, keep_tokens, keep_first: dice.coin() }
+    let logprob_token_ids = if dice.one_in(6) { token_rows(dice) } else { Vec::new() };
+    let (add_special_tokens, keep_first) = (dice.maybe(Dice::coin), dice.coin());
+    pb::Prompt { kind, add_special_tokens, sampling, keep_tokens, keep_first, logprob_token_ids }
+}
+
+/// Tokens to report beside the last ones of a prompt.
+fn token_rows(dice: &mut Dice) -> Vec<pb::TokenIds> {
+    (0..dice.below(6)).map(|_| if dice.coin() { tokens(dice, 5) } else { pb::TokenIds::default() }).collect()
 }
 
 fn prompts(dice: &mut Dice) -> Vec<pb::Prompt> {
@@ -167,8 +175,7 @@ fn check_generate(request: &pb::GenerateRequest, messages: &[Bytes]) -> Result<(
                 check_completion(request, &completion).map_err(|why| format!("{why}: {completion:?}"))?;
             }
             Event::PromptLogprobs(prompt) => {
-                let known = prompt.raw_logprobs.get(1..).unwrap_or_default();
-                check_logprobs(known).map_err(|why| format!("{why}: {prompt:?}"))?;
+                check_prompt_logprobs(request, &prompt).map_err(|why| format!("{why}: {prompt:?}"))?;
             }
             Event::Delta(delta) => check_logprobs(&delta.raw_logprobs).map_err(|why| format!("{why}: {delta:?}"))?,
             Event::Summary(_) => summaries += 1,
@@ -194,6 +201,22 @@ fn check_prompt(request: &pb::GenerateRequest, sent: &pb::PromptTokens) -> Resul
         Some(Kind::Tokens(tokens)) if kept(prompt, &tokens.ids) != sent.token_ids => Err("it has other tokens".into()),
         _ if sent.token_ids.is_empty() => Err("it has no tokens".into()),
         _ => Ok(()),
+    }
+}
+
+/// Only tokens without a row have no log-probability, and only where nothing else asks for it.
+fn check_prompt_logprobs(request: &pb::GenerateRequest, sent: &pb::PromptLogprobs) -> Result<(), String> {
+    let prompt = request.prompts.get(sent.prompt_index as usize).ok_or("there is no such prompt")?;
+    let (length, rows) = (sent.token_ids.len(), &prompt.logprob_token_ids);
+    let first = if request.prompt_logprobs { 1 } else { length.saturating_sub(rows.len()) };
+    check_logprobs(sent.raw_logprobs.get(first..).unwrap_or_default())?;
+    if sent.raw_logprobs.len() != length || !rows.is_empty() && sent.token_id_logprobs.len() != length {
+        return Err("not as many entries as tokens".into());
+    }
+    let listed = sent.token_id_logprobs.iter().rev().map(|listed| &listed.token_ids);
+    match rows.iter().rev().map(|row| &row.ids).eq(listed.take(rows.len())) {
+        true => sent.token_id_logprobs.iter().try_for_each(|listed| check_logprobs(&listed.logprobs)),
+        false => Err("other tokens are listed than were named".into()),
     }
 }
 
@@ -239,8 +262,11 @@ fn check_logprobs(values: &[f32]) -> Result<(), String> {
 pub fn score(dice: &mut Dice) -> Call {
     let most = dice.pick(&[1, 3, 30]);
     let sampling = if dice.is_hostile() { sampling::params(dice) } else { sampling::distribution(dice) };
+    let sequences: Vec<_> = (0..dice.between(1, most).min(100)).map(|_| tokens(dice, CONTEXT)).collect();
+    let named = if dice.one_in(4) { sequences.len() - usize::from(dice.is_hostile()) } else { 0 };
     let request = pb::ScoreRequest {
-        sequences: (0..dice.between(1, most).min(100)).map(|_| tokens(dice, CONTEXT)).collect(),
+        logprob_token_ids: (0..named).map(|_| pb::TokenRows { rows: token_rows(dice) }).collect(),
+        sequences,
         top_logprobs: if dice.coin() { 0 } else { dice.between(0, 100) },
         adapter: adapter(dice),
         if_weight_version: if dice.one_in(8) { dice.maybe(Dice::u64) } else { None },

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+import math
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -11,7 +13,7 @@ import numpy as np
 
 from . import _proto
 from ._convert_weights import LIFECYCLES, asleep, open_update
-from ._fields import extend, known, set_field
+from ._fields import extend, known, set_field, set_rows
 from .errors import Internal, InvalidArgument
 from .options import GenerateStreamOptions, RequestOptions, ScoreOptions, refuse_unknown
 from .types import (
@@ -89,6 +91,8 @@ def generate_request(
         raise InvalidArgument(f"top_logprobs_of: {distribution!r} is neither 'raw' nor 'processed'")
     request.top_logprobs_of = _DISTRIBUTIONS[distribution]
     extend(request.logprob_token_ids, options.get("logprob_token_ids", ()), "logprob_token_ids")
+    fields = [prompt.logprob_token_ids for prompt in request.prompts]
+    set_rows(fields, options.get("prompt_logprob_token_ids", ()), "prompt_logprob_token_ids")
     _set_request_options(request, options)
     return request
 
@@ -104,6 +108,9 @@ def score_request(sequences: Sequence[TokenIds], options: ScoreOptions) -> Any:
     sampling = options.get("sampling")
     if sampling is not None:
         request.sampling.CopyFrom(_sampling(sampling, "sampling", scoring=True))
+    rows = options.get("prompt_logprob_token_ids", ())
+    if len(rows):
+        set_rows([request.logprob_token_ids.add().rows for _ in request.sequences], rows, "prompt_logprob_token_ids")
     _set_request_options(request, options)
     return request
 
@@ -167,6 +174,7 @@ def _set_chat(message: Any, chat: Chat, path: str) -> None:
             _check_container(name, value, f"{path}.{name}")
             plain = dict(value) if isinstance(value, Mapping) else list(value)
             set_field(message, f"{name}_json", _json(plain, f"{path}.{name}"), f"{path}.{name}")
+    set_field(message, "chat_template", chat.chat_template, f"{path}.chat_template")
     if chat.add_generation_prompt is not None:
         set_field(message, "add_generation_prompt", chat.add_generation_prompt, f"{path}.add_generation_prompt")
     set_field(message, "continue_final_message", chat.continue_final_message, f"{path}.continue_final_message")
@@ -387,6 +395,7 @@ def _score(parts: list[Any]) -> Score:
         logprobs=_after_first(value for score in scores for value in score.logprobs),
         top_logprobs=_top_logprobs(top for score in scores for top in score.top_logprobs),
         weight_version=scores[0].weight_version,
+        token_id_logprobs=_top_logprobs(named for score in scores for named in score.token_id_logprobs),
     )
 
 
@@ -454,12 +463,16 @@ def _token_delta(delta: Any) -> TokenDelta:
 
 
 def _prompt_logprobs(message: Any) -> PromptLogprobs:
+    unscored = 1
+    if message.token_id_logprobs:
+        unscored = sum(1 for _ in itertools.takewhile(math.isnan, message.raw_logprobs))
     return PromptLogprobs(
         prompt_index=message.prompt_index,
         token_ids=list(message.token_ids),
-        raw_logprobs=_after_first(message.raw_logprobs),
+        raw_logprobs=_after_first(message.raw_logprobs, unscored),
         top_logprobs=_top_logprobs(message.top_logprobs),
         ranks=list(message.ranks),
+        token_id_logprobs=_top_logprobs(message.token_id_logprobs),
     )
 
 
@@ -467,9 +480,8 @@ def _top_logprobs(positions: Any) -> list[TopLogprobs]:
     return [dict(zip(position.token_ids, position.logprobs, strict=True)) for position in positions]
 
 
-def _after_first(logprobs: Iterable[float]) -> list[float | None]:
-    """Log-probabilities with None for the first token, which is NaN in the message."""
+def _after_first(logprobs: Iterable[float], unscored: int = 1) -> list[float | None]:
+    """Log-probabilities with None for the first tokens, which are NaN in the message."""
     values: list[float | None] = list(logprobs)
-    if values:
-        values[0] = None
+    values[:unscored] = [None] * min(unscored, len(values))
     return values

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
+
 from .errors import Internal, InvalidArgument
+from .types import TokenIds
 
 
 def set_field(message: Any, name: str, value: Any, path: str) -> None:
@@ -22,6 +25,22 @@ def extend(field: Any, values: Any, path: str) -> None:
         field.extend(values.tolist() if hasattr(values, "tolist") else values)
     except (TypeError, ValueError) as error:
         raise InvalidArgument(f"{path}: {error}") from None
+
+
+def rows_of_each(given: Sequence[Sequence[TokenIds]], count: int, path: str) -> Sequence[Sequence[TokenIds]]:
+    """The rows of tokens of each of `count` prompts or sequences; raises `InvalidArgument` if only some have rows."""
+    if len(given) not in (0, count):
+        raise InvalidArgument(f"{path}: {len(given)} for {count} prompts; give a list of rows for each")
+    return given if len(given) else [()] * count
+
+
+def set_rows(fields: Sequence[Any], given: Sequence[Sequence[TokenIds]], path: str) -> None:
+    """Sets the rows of tokens of each prompt or sequence."""
+    for i, (field, rows) in enumerate(zip(fields, rows_of_each(given, len(fields), path), strict=True)):
+        for j, row in enumerate(rows):
+            if isinstance(row, (int, np.integer)):
+                raise InvalidArgument(f"{path}[{i}][{j}]: expected a row of token ids, got {row!r}")
+            extend(field.add().ids, row, f"{path}[{i}][{j}]")
 
 
 def number(table: Mapping[int, Any], value: Any, path: str) -> int:

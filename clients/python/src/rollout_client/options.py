@@ -13,7 +13,7 @@ from typing import Any, Literal, TypedDict
 from ._progress import ProgressArgument, SampleProgressArgument
 from ._segment import SharedBuffer
 from .errors import InvalidArgument
-from .types import RunningPolicy, SamplingParams
+from .types import RunningPolicy, SamplingParams, TokenIds
 
 
 class CallOptions(TypedDict, total=False):
@@ -31,6 +31,10 @@ class RequestOptions(CallOptions, total=False):
 
     top_logprobs: int
     """Also return the log-probabilities of this many most likely tokens per position, at most 100; default 0."""
+    prompt_logprob_token_ids: Sequence[Sequence[TokenIds]]
+    """For each prompt (of `score`: each sequence) rows of tokens, at most 128 in a row, whose log-probabilities are
+    also returned: the last row beside the prompt's last token, the row before it beside the token before, and so on;
+    an empty list for a prompt without rows; default ()."""
     adapter: str | None
     """Name of a resident adapter to use; None, the default, uses the policy itself."""
     if_weight_version: int | None

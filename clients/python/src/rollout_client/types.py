@@ -35,6 +35,8 @@ class Chat:
     """Whether the prompt ends where the answer begins; None means yes, unless `continue_final_message` is set."""
     continue_final_message: bool = False
     """Whether the answer continues the last message."""
+    chat_template: str = ""
+    """A template to use instead of the model's, if the server has `--trust-request-chat-template`."""
 
 
 TokenIds = Sequence[int] | npt.NDArray[np.integer]
@@ -193,11 +195,13 @@ class PromptLogprobs:
     token_ids: list[int]
     """`[P]`."""
     raw_logprobs: list[float | None]
-    """`[P]`; None for the first token."""
+    """`[P]`; None for the first token, and for those without a row if only `prompt_logprob_token_ids` was requested."""
     top_logprobs: list[TopLogprobs]
     """`[P]` (the first one empty) if `top_logprobs` was requested, else empty."""
     ranks: list[int]
     """`[P]` (the first one 0) if `top_logprobs` was requested, else empty."""
+    token_id_logprobs: list[TopLogprobs] = field(default_factory=list)
+    """`[P]`, the tokens of each row of `prompt_logprob_token_ids`; empty for a prompt without rows."""
 
 
 @dataclass(frozen=True)
@@ -210,7 +214,7 @@ class PromptOutput:
     samples: list[Sample]
     """`[n]`, by `sample_index`."""
     prompt_logprobs: PromptLogprobs | None
-    """None unless `prompt_logprobs` was requested."""
+    """None unless `prompt_logprobs` or `prompt_logprob_token_ids` was requested."""
 
 
 @dataclass(frozen=True)
@@ -258,6 +262,8 @@ class Score:
     """`[T]` (the first one empty) if requested, else empty."""
     weight_version: int
     """The version of the policy that computed the score."""
+    token_id_logprobs: list[TopLogprobs] = field(default_factory=list)
+    """`[T]`, the tokens of each row of `prompt_logprob_token_ids`; empty for a sequence without rows."""
 
 
 @dataclass(frozen=True)
@@ -324,17 +330,12 @@ MemoryTag = Literal["weights", "kv_cache"]
 """Memory that can sleep and wake; the workspace belongs to the KV cache."""
 
 RunningPolicy = Literal["keep", "recompute", "wait", "abort"]
-"""The fate of running requests when a push is applied.
-
-`keep`: they continue with their KV. `recompute`: they continue with their tokens, and their KV is recomputed.
-`wait`: they finish first. `abort`: they end with the tokens so far.
-"""
+"""The fate of running requests when a push is applied. `keep`: they continue with their KV. `recompute`: they continue
+with their tokens, and their KV is recomputed. `wait`: they finish first. `abort`: they end with the tokens so far."""
 
 DrainMode = Literal["wait", "abort", "keep"]
-"""The fate of running requests at a sleep or a pause.
-
-`wait`: they finish first. `abort`: they end with the tokens so far. `keep`: they stop, and continue afterwards.
-"""
+"""The fate of running requests at a sleep or a pause. `wait`: they finish first. `abort`: they end with the tokens so
+far. `keep`: they stop, and continue afterwards."""
 
 DtypeName = Literal["float32", "bfloat16", "float16"]
 """The dtypes of tensors that can be pushed, and of the server's parameters."""
@@ -436,10 +437,9 @@ class MemoryLedger:
 
 @dataclass(frozen=True)
 class OpenUpdate:
-    """A push that is open."""
+    """A push that is open. No id is used twice while the server runs."""
 
     id: int
-    """Never reused while the server runs."""
     peer: str
     """Address of its sender, as the server sees it."""
     kind: str

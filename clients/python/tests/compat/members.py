@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import base64
+import io
 import json
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
+
+import numpy as np
 
 from vllm_answers import Answer, events
 
@@ -112,6 +116,15 @@ def called(reply: Reply, _: Reply) -> bool:
 
 def other_prompt(reply: Reply, base: Reply) -> bool:
     return reply.prompt != base.prompt
+
+
+def has_table(*shape: int) -> Effect:
+    """The log-probabilities of named tokens have this shape."""
+
+    def effect(reply: Reply, _: Reply) -> bool:
+        return np.load(io.BytesIO(base64.b64decode(reply.body["prompt_token_id_logprobs"]))).shape == shape
+
+    return effect
 
 
 def part(**members: Any) -> dict[str, Any]:
@@ -226,9 +239,7 @@ CASES = {
     "allowed_token_ids": Case([TOKEN, OTHER], lambda reply, _: set(reply.tokens) <= {TOKEN, OTHER}),
     "prompt_logprobs": Case(1, lambda reply, _: len(reply.prompt_logprobs) == len(reply.prompt)),
     "prompt_logprobs: -1": Case(-1, lambda reply, _: len(reply.prompt_logprobs[1]) > 100),
-    "prompt_logprob_token_ids": Case(
-        [TOKEN], lambda reply, _: str(TOKEN) in reply.prompt_logprobs[1], {"prompt_logprobs": 0}, routes="G"
-    ),
+    "prompt_logprob_token_ids": Case([[TOKEN], [OTHER, TOKEN], []], has_table(3, 2), routes="G"),
     "bad_words": Case(
         lambda base: [base.text],
         changed,
@@ -327,12 +338,7 @@ CASES = {
     "output_mode: text": Case("text", lambda reply, _: bool(reply.text), routes="G"),
     "output_mode: derender": Case("derender", lambda reply, _: bool(reply.message), routes="G"),
     "parse_context": Case({"tools": None}, routes="G"),
-    "prompt_logprob_start": Case(
-        2,
-        lambda reply, base: len(reply.prompt_logprobs) < len(base.prompt_logprobs),
-        {"prompt_logprobs": 0},
-        routes="G",
-    ),
+    "prompt_logprob_start": Case(0, has_table(3, 1), {"prompt_logprob_token_ids": [[TOKEN]] * 3}, routes="G"),
     "flat_logprobs": Case(True, routes="G"),
     "detokenize": Case(False, routes="G"),
     "extra_args": Case({"x": 1}, routes="G"),

@@ -144,11 +144,11 @@ impl Raw<'_> {
             return Ranking::default();
         }
         let rank = 1 + filter::above(&self.row, self.row.logits[token as usize]);
-        if !task.logprobs_of.is_empty() {
-            return Ranking { top: named(task, |token| self.logprob(token)), rank };
-        }
-        let top = filter::most_likely(self.isa, &self.row, task.top_logprobs as usize, f32::NEG_INFINITY, selection);
-        Ranking { top: top.iter().map(|c| (c.id, self.logprob(c.id))).collect(), rank }
+        let top = match task.top_logprobs {
+            0 => &[],
+            top => filter::most_likely(self.isa, &self.row, top as usize, f32::NEG_INFINITY, selection),
+        };
+        Ranking { top: listed(top.iter().map(|c| c.id), task, |token| self.logprob(token)), rank }
     }
 }
 
@@ -214,13 +214,12 @@ fn choose(raw: &Raw, task: &SamplingTask<'_>, work: &mut TaskScratch) -> ChosenT
         }
     };
     let ranking = asks_for_processed(task).then(|| {
-        let top = if task.logprobs_of.is_empty() {
-            let least = bound.logit.max(f32::MIN);
-            let top = filter::most_likely(isa, &row, task.top_logprobs as usize, least, selection);
-            top.iter().filter(|c| bound.keeps(c.logit, c.id)).map(|c| (c.id, logprob(c.id))).collect()
-        } else {
-            named(task, logprob)
+        let top = match task.top_logprobs {
+            0 => &[],
+            top => filter::most_likely(isa, &row, top as usize, bound.logit.max(f32::MIN), selection),
         };
+        let kept = top.iter().filter(|c| bound.keeps(c.logit, c.id));
+        let top = listed(kept.map(|c| c.id), task, logprob);
         // All tokens above one that is kept are kept; above another one are those that are kept.
         let logit = row.logits[token as usize];
         let above = match bound.keeps(logit, token) {
@@ -237,17 +236,19 @@ fn choose(raw: &Raw, task: &SamplingTask<'_>, work: &mut TaskScratch) -> ChosenT
 fn greedy(choice: u32, task: &SamplingTask<'_>, broken: bool) -> ChosenToken {
     let token = task.target.unwrap_or(choice);
     let processed = certain_logprob(token == choice, broken);
-    let top = || match task.logprobs_of {
-        [] => vec![(choice, certain_logprob(true, broken))],
-        _ => named(task, |token| certain_logprob(token == choice, broken)),
-    };
+    let most_likely = Some(choice).filter(|_| task.top_logprobs > 0);
+    let top = || listed(most_likely.into_iter(), task, |token| certain_logprob(token == choice, broken));
     let ranking = || Ranking { top: top(), rank: 1 + u32::from(token != choice) };
     ChosenToken { token, processed, ranking: asks_for_processed(task).then(ranking) }
 }
 
-/// The tokens that the task names, with their log-probabilities.
-fn named(task: &SamplingTask<'_>, logprob: impl Fn(u32) -> f32) -> Vec<(u32, f32)> {
-    task.logprobs_of.iter().map(|&token| (token, logprob(token))).collect()
+/// The most likely tokens and those that the task names, with their log-probabilities.
+fn listed(
+    most_likely: impl Iterator<Item = u32>,
+    task: &SamplingTask<'_>,
+    logprob: impl Fn(u32) -> f32,
+) -> Vec<(u32, f32)> {
+    most_likely.chain(task.logprobs_of.iter().copied()).map(|token| (token, logprob(token))).collect()
 }
 
 /// The processed log-probability where one token is certain, of that one or of another.

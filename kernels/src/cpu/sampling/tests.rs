@@ -343,18 +343,18 @@ fn filters_end_at_the_token_at_which_a_sort_ends() {
 }
 
 #[test]
-fn top_logprobs_are_the_most_likely_tokens_of_the_raw_distribution() {
+fn top_logprobs_are_the_most_likely_tokens_of_the_raw_distribution_and_those_that_are_named() {
     let mut rng = rng(6);
     let mut scratch = new_scratch();
     for (vocab, k) in [(12, 1), (12, 5), (12, 12), (12, 100), (5000, 20), (5000, 100)] {
         let mut logits = random_row(&mut rng, vocab, 2.0);
         logits.iter_mut().for_each(|x| *x = (*x * 4.0).round() / 4.0); // many ties
         let params = Options { top_logprobs: k, temperature: 0.5, top_k: 2, ..Default::default() };
-        let answer = answer(&logits, &task(&params, 1, 1), &mut scratch);
+        let answer = answer(&logits, &SamplingTask { logprobs_of: &[7, 0], ..task(&params, 1, 1) }, &mut scratch);
         let mut order: Vec<usize> = (0..vocab).collect();
         order.sort_by(|&a, &b| logits[b].partial_cmp(&logits[a]).unwrap().then(a.cmp(&b)));
         order.truncate(k as usize);
-        assert_eq!(answer.top.iter().map(|t| t.0 as usize).collect::<Vec<_>>(), order);
+        assert_eq!(answer.top.iter().map(|t| t.0 as usize).collect::<Vec<_>>(), [order, vec![7, 0]].concat());
         for &(token, raw) in &answer.top {
             let scored = SamplingTask { target: Some(token), ..task(&params, 1, 1) };
             let scored = self::answer(&logits, &scored, &mut scratch);

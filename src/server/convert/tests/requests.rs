@@ -134,6 +134,18 @@ fn wrong_ends_are_refused() {
     check("sampling.min_tokens", "17 is more than max_tokens 16", |r| sampling(r).min_tokens = Some(17));
     check("logprob_token_ids", "129 tokens are more than 128", |r| r.logprob_token_ids = vec![0; 129]);
     check("logprob_token_ids[1]", "100 is not below", |r| r.logprob_token_ids = vec![1, 100]);
+    check("prompts[0].logprob_token_ids", "3 rows are more than the 2 tokens after the prompt's first", |r| {
+        r.prompts[0].logprob_token_ids = vec![pb::TokenIds::default(); 3];
+    });
+    check("prompts[1].logprob_token_ids", "1 rows are more than the 0 tokens", |r| {
+        r.prompts[1].logprob_token_ids = vec![pb::TokenIds::default()];
+    });
+    check("prompts[0].logprob_token_ids[1].ids", "129 tokens are more than 128", |r| {
+        r.prompts[0].logprob_token_ids = vec![pb::TokenIds::default(), pb::TokenIds { ids: vec![0; 129] }];
+    });
+    check("prompts[0].logprob_token_ids[0].ids[1]", "100 is not below", |r| {
+        r.prompts[0].logprob_token_ids = vec![pb::TokenIds { ids: vec![1, 100] }];
+    });
     check("sampling.stop_token_ids[1]", "100 is not below", |r| sampling(r).stop_token_ids = vec![1, 100]);
     check("sampling.allowed_token_ids[0]", "100 is not below", |r| sampling(r).allowed_token_ids = vec![100]);
     check("sampling.stop", "no tokenizer", |r| sampling(r).stop = vec!["x".into()]);
@@ -331,6 +343,11 @@ fn wrong_scores_are_refused() {
         r.sequences = vec![pb::TokenIds { ids: vec![1] }; 65_537];
     });
     check_score("top_logprobs", "101", |r| r.top_logprobs = 101);
+    check_score("logprob_token_ids", "1 for 2 sequences", |r| r.logprob_token_ids = vec![pb::TokenRows::default()]);
+    check_score("logprob_token_ids[1].rows[0].ids[0]", "100 is not below", |r| {
+        let rows = vec![pb::TokenIds { ids: vec![100] }];
+        r.logprob_token_ids = vec![pb::TokenRows::default(), pb::TokenRows { rows }];
+    });
     check_score("if_weight_version", "both can never hold", |r| {
         r.if_weight_version = Some(0);
         r.min_weight_version = Some(1);

@@ -11,7 +11,7 @@ use crate::error::Error;
 use crate::grammar::Grammar;
 use crate::memory::Traffic;
 use crate::server::pb::{self, prompt::Kind};
-use crate::server::{ModelFacts, PromptEncoder};
+use crate::server::{ModelFacts, PromptEncoder, RequestTemplates};
 use crate::text::{ChatTemplate, Tokenizer};
 use crate::types::{Prompt, TokenId};
 
@@ -22,7 +22,7 @@ fn model() -> ModelFacts {
 }
 
 fn model_with(tokenizer: Tokenizer, template: Option<ChatTemplate>) -> ModelFacts {
-    let encoder = PromptEncoder::new(Arc::new(tokenizer), template, None);
+    let encoder = PromptEncoder::new(Arc::new(tokenizer), template, None, None);
     ModelFacts {
         vocab_size: 513,
         max_model_len: 16,
@@ -98,6 +98,27 @@ fn special_tokens_come_with_a_text_and_not_with_a_chat_unless_asked() {
         let valid = generate(pb::GenerateRequest { prompts, ..Default::default() }, &model).expect("valid");
         assert_eq!(valid.prompts[0].tokens[..], expected[..], "{kind:?}, {asked:?}");
     }
+}
+
+#[test]
+fn a_template_of_a_request_is_charged_while_it_is_compiled() {
+    let tokenizer = Tokenizer::from_file(Path::new(TOKENIZER)).expect("the fixture is there");
+    let trusted = RequestTemplates { special_tokens: Default::default(), finds_reasoning: true };
+    let encoder = PromptEncoder::new(Arc::new(tokenizer), None, None, Some(trusted));
+    let model = ModelFacts { encoder: Some(Arc::new(encoder)), ..model() };
+    let message = pb::ChatMessage { role: "user".into(), content: "Hi".into() };
+    let chat_template = format!("{}{{{{ messages[0].content }}}}", "{% if x %}{% endif %}".repeat(200));
+    let chat = pb::Chat { messages: vec![message], chat_template, ..Default::default() };
+    let prompts = vec![pb::Prompt { kind: Some(Kind::Chat(chat)), ..Default::default() }];
+    let request = pb::GenerateRequest { prompts, ..Default::default() };
+    let traffic = Traffic::new(64 << 20);
+    let mut charge = traffic.charge(100).expect("fits");
+    let valid = super::super::generate(request.clone(), &model, &mut charge).expect("valid");
+    assert_eq!(valid.prompts, [Prompt::from_tokens(ids(&model, "Hi", false))]);
+    assert!(traffic.take_high_water() > 8 << 20, "401 tags take stack and memory");
+    assert!(traffic.used() < 1 << 10, "{} bytes are still charged", traffic.used());
+    let error = super::super::generate(request, &model, &mut Traffic::new(1 << 20).charge_always(0)).err();
+    assert!(matches!(error, Some(Error::ResourceExhausted(_))), "{error:?}");
 }
 
 #[test]

@@ -46,6 +46,7 @@ fn random_request(rng: &mut ChaCha8Rng) -> pb::GenerateRequest {
         template_arguments_json: text(9),
         add_generation_prompt: Some(true),
         continue_final_message: true,
+        chat_template: text(9),
     };
     let (text, stop) = (text(40), vec![text(5), text(5)]);
     let ids = (0..rng.random_range(0..50)).map(|_| rng.random::<u32>() >> rng.random_range(0..32)).collect();

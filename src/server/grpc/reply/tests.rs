@@ -160,6 +160,24 @@ fn prompt_logprobs_start_with_nan() {
 }
 
 #[test]
+fn named_tokens_are_listed_beside_the_last_tokens_of_a_prompt() {
+    let request = |prompt_logprobs| {
+        let mut request = request(0, prompt_logprobs);
+        request.prompts[0].logprob_token_ids = [vec![12, 13]].into();
+        request
+    };
+    let named = [pb::TopLogprobs::default(), pb::TopLogprobs::default(), listed(&[(12, -12.0), (13, -13.0)])];
+    let unnamed = TokenLogprobs { top: Vec::new(), ..token(11) };
+    for (logprobs, known) in [(vec![token(12)], false), (vec![unnamed, token(12)], true)] {
+        let event = Event::PromptLogprobs { prompt_index: 0, logprobs, weight_version: 0 };
+        let got = messages(&request(known), event);
+        let [Message::PromptLogprobs(p)] = got.as_slice() else { panic!("{got:?}") };
+        assert_eq!(p.raw_logprobs.iter().map(|x| x.is_nan()).collect::<Vec<_>>(), [true, !known, false]);
+        assert_eq!((&p.token_id_logprobs[..], p.raw_logprobs[2], p.top_logprobs.len()), (&named[..], -12.0, 0));
+    }
+}
+
+#[test]
 fn the_summary_ends_the_reply() {
     let summary = Summary { prompt_tokens: 3, cached_tokens: 2, completion_tokens: 8, seconds: 0.5, times: None };
     let mut out = VecDeque::new();

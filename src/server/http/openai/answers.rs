@@ -101,7 +101,7 @@ impl Report {
             returns_ids: sampling.return_token_ids.unwrap_or(false),
             returns_versions: sampling.return_weight_versions.unwrap_or(false),
             reports_times: context.reports_times,
-            writes_ids: sampling.return_tokens_as_token_ids.unwrap_or(false),
+            writes_ids: sampling.return_tokens_as_token_ids.unwrap_or(context.writes_token_ids),
             includes_stop: sampling.include_stop_str_in_output.unwrap_or(false),
             stop: sampling.stop_strings(),
             skips_special: sampling.skip_special_tokens.unwrap_or(true),

@@ -1,16 +1,21 @@
 //! The members that bodies of completions and of chats share: how to sample, when to end, and the report.
 
 use std::collections::BTreeMap;
+use std::fmt;
 
+use serde::de::{self, MapAccess, Visitor};
 use serde::{Deserialize, Deserializer};
 use serde_json::value::RawValue;
 use utoipa::ToSchema;
 
 use super::structured::structured;
-use crate::error::{Error, Result};
+use crate::error::{Error, Result, shown};
 use crate::server::http::{members, text_or_list};
 use crate::server::{ModelFacts, pb};
 use crate::types::SamplingParams;
+
+/// Longest part of a client's text in an error.
+const MAX_SHOWN: usize = 64;
 
 members! {
     /// How to sample, when to end, and the report. Members that would change these, and that this server does not have,
@@ -34,7 +39,7 @@ members! {
         pub(in crate::server::http) frequency_penalty: f32,
         /// Values added to logits, by token id.
         #[schema(value_type = Option<BTreeMap<String, f32>>)]
-        logit_bias: BTreeMap<u32, f32>,
+        logit_bias: LogitBias,
         /// Only these tokens may be sampled.
         allowed_token_ids: Vec<u32>,
         /// Seed of the request, from which each sample's own seed is derived.
@@ -72,7 +77,8 @@ members! {
         pub(super) logprob_token_ids: Vec<u32>,
         /// Report the ids of the prompt's and the sample's tokens (default: false).
         pub(in crate::server::http) return_token_ids: bool,
-        /// Write tokens beside log-probabilities as `token_id:N` (default: false).
+        /// Write tokens beside log-probabilities as `token_id:N` (default: whether the server has
+        /// `--return-tokens-as-token-ids`).
         pub(super) return_tokens_as_token_ids: bool,
         /// Report which versions of the policy made the tokens (default: false).
         pub(super) return_weight_versions: bool,
@@ -165,6 +171,35 @@ impl<'de> Deserialize<'de> for Stop {
     }
 }
 
+/// Values that are added to logits, by token id.
+#[derive(Clone, Debug, Default)]
+struct LogitBias(BTreeMap<u32, f32>);
+
+impl<'de> Deserialize<'de> for LogitBias {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> std::result::Result<Self, D::Error> {
+        struct BiasVisitor;
+
+        impl<'de> Visitor<'de> for BiasVisitor {
+            type Value = LogitBias;
+
+            fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+                f.write_str("an object of numbers by token id")
+            }
+
+            fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> std::result::Result<LogitBias, A::Error> {
+                let mut values = BTreeMap::new();
+                while let Some(key) = map.next_key::<String>()? {
+                    let wrong = || de::Error::custom(format_args!("{:?} is not a token id", shown(&key, MAX_SHOWN)));
+                    values.insert(key.parse().map_err(|_| wrong())?, map.next_value()?);
+                }
+                Ok(LogitBias(values))
+            }
+        }
+
+        deserializer.deserialize_map(BiasVisitor)
+    }
+}
+
 impl Sampling {
     /// The distribution that the reported log-probabilities are taken from. At temperature 0 the processed distribution
     /// is the chosen token alone, with a log-probability of 0.
@@ -253,7 +288,7 @@ impl Sampling {
             repetition_penalty: self.repetition_penalty,
             presence_penalty: self.presence_penalty,
             frequency_penalty: self.frequency_penalty,
-            logit_bias: self.logit_bias.unwrap_or_default().into_iter().collect(),
+            logit_bias: self.logit_bias.unwrap_or_default().0.into_iter().collect(),
             allowed_token_ids: self.allowed_token_ids.unwrap_or_default(),
             min_tokens: self.min_tokens,
             max_tokens,

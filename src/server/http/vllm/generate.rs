@@ -9,6 +9,7 @@ use serde::{Deserialize, Serialize};
 use serde_json::value::RawValue;
 use utoipa::ToSchema;
 
+use super::table::LogprobTable;
 use crate::engine::{Completion, Summary, ValidRequest};
 use crate::error::{Error, Result};
 use crate::memory::Traffic;
@@ -57,6 +58,11 @@ members! {
         max_tokens: u32,
         /// Report log-probabilities, with those of this many most likely tokens; -1 is all.
         logprobs: i32,
+        /// For each token of the prompt from `prompt_logprob_start + 1` on, the tokens whose log-probabilities are
+        /// reported at its place: at most 128, of which -1 stands for none.
+        prompt_logprob_token_ids: Vec<Vec<i32>>,
+        /// Number of tokens before the one whose successor has the first row (default: 0).
+        prompt_logprob_start: usize,
         ..shared: Sampling,
     }
 }
@@ -81,8 +87,9 @@ pub(in crate::server::http) async fn generate(
     body: JsonBody<InferenceRequest>,
 ) -> HttpResult<Response> {
     sample(&app, body, |body, context| {
-        let (message, report) = message(body, request_id(&headers), context)?;
-        Ok((message, None, |request: &ValidRequest, traffic: &Traffic| InferenceWriter::new(request, report, traffic)))
+        let (message, report, table) = message(body, request_id(&headers), context)?;
+        let writer = |request: &ValidRequest, traffic: &Traffic| InferenceWriter::new(request, report, table, traffic);
+        Ok((message, None, writer))
     })
     .await
 }
@@ -92,7 +99,7 @@ fn message(
     body: InferenceRequest,
     id: Option<String>,
     context: &ServingContext,
-) -> Result<(pb::GenerateRequest, Report)> {
+) -> Result<(pb::GenerateRequest, Report, Option<LogprobTable>)> {
     if body.features.is_some() {
         return Err(Error::invalid("features", "this server takes no images; leave them out"));
     }
@@ -101,8 +108,13 @@ fn message(
     }
     let missing = |member: &str| Error::invalid(member, "is missing");
     let ids = body.token_ids.ok_or_else(|| missing("token_ids"))?;
-    let InferenceSampling { max_tokens, logprobs, shared: mut sampling } =
-        body.sampling_params.ok_or_else(|| missing("sampling_params"))?;
+    let InferenceSampling {
+        max_tokens,
+        logprobs,
+        prompt_logprob_token_ids,
+        prompt_logprob_start,
+        shared: mut sampling,
+    } = body.sampling_params.ok_or_else(|| missing("sampling_params"))?;
     if sampling.truncate_prompt_tokens.is_some() {
         return Err(Error::invalid(
             "sampling_params.truncate_prompt_tokens",
@@ -127,10 +139,12 @@ fn message(
     let top = report.top_logprobs(prompt_logprobs || logprobs.is_some());
     // The text shows which stop string has ended a sample.
     let return_text = !sampling.stop_strings().is_empty();
+    let table = LogprobTable::new(prompt_logprob_token_ids, prompt_logprob_start, ids.len(), report.is_stream)?;
+    let logprob_token_ids = table.as_ref().map_or_else(Vec::new, LogprobTable::named);
     let kind = Some(pb::prompt::Kind::Tokens(pb::TokenIds { ids }));
-    let prompts = vec![pb::Prompt { kind, ..Default::default() }];
+    let prompts = vec![pb::Prompt { kind, logprob_token_ids, ..Default::default() }];
     let message = sampling.into_message(prompts, Some(max_tokens), top, &context.model)?;
-    Ok((pb::GenerateRequest { prompt_logprobs, return_text, ..message }, report))
+    Ok((pb::GenerateRequest { prompt_logprobs, return_text, ..message }, report, table))
 }
 
 /// The samples of a request.
@@ -142,7 +156,9 @@ pub(in crate::server::http) struct InferenceAnswer<'a> {
     created: u64,
     usage: Usage,
     prompt_logprobs: Option<&'a PromptLogprobs>,
-    prompt_token_id_logprobs: Null,
+    /// The log-probabilities of `prompt_logprob_token_ids`, as a file of numpy's (`.npy`) in base64: float32 of the
+    /// shape [rows, longest row], minus infinity where a row has no token.
+    prompt_token_id_logprobs: Option<&'a str>,
     prompt_token_ids: Option<&'a [TokenId]>,
     mm_placeholders: Null,
     metrics: Null,
@@ -221,6 +237,9 @@ struct InferenceWriter {
     report: Report,
     prompt: Prompt,
     prompt_logprobs: Option<PromptLogprobs>,
+    table: Option<LogprobTable>,
+    /// The table's log-probabilities, as they are answered.
+    token_id_logprobs: Option<String>,
     kept: FinishedSamples,
     /// Whether a stream has begun.
     begun: bool,
@@ -228,14 +247,17 @@ struct InferenceWriter {
 }
 
 impl InferenceWriter {
-    fn new(request: &ValidRequest, report: Report, traffic: &Traffic) -> Self {
+    fn new(request: &ValidRequest, report: Report, table: Option<LogprobTable>, traffic: &Traffic) -> Self {
         let samples = if report.is_stream { 0 } else { samples_per_prompt(request) };
+        let bytes = samples * SAMPLE + table.as_ref().map_or(0, LogprobTable::bytes);
         Self {
             id: format!("generate-tokens-{}", request.request_id),
             report,
             prompt: request.prompts[0].clone(),
             prompt_logprobs: None,
-            kept: FinishedSamples::new(samples, samples * SAMPLE, traffic),
+            table,
+            token_id_logprobs: None,
+            kept: FinishedSamples::new(samples, bytes, traffic),
             begun: false,
             streamed_tokens: 0,
         }
@@ -292,9 +314,16 @@ impl InferenceWriter {
 }
 
 impl Samples for InferenceWriter {
-    fn prompt_logprobs(&mut self, _: usize, logprobs: Vec<TokenLogprobs>) -> Result<()> {
+    fn prompt_logprobs(&mut self, _: usize, mut logprobs: Vec<TokenLogprobs>) -> Result<()> {
         let report = &self.report;
-        self.prompt_logprobs = report.of_prompt(report.prompt_logprobs, &self.prompt, &logprobs, &mut self.kept)?;
+        let rows = self.prompt.take_rows(&mut logprobs);
+        if let Some(table) = self.table.take() {
+            self.kept.hold(table.written_bytes())?;
+            self.token_id_logprobs = Some(table.written(&rows));
+        }
+        if report.prompt_logprobs.is_some() {
+            self.prompt_logprobs = report.of_prompt(report.prompt_logprobs, &self.prompt, &logprobs, &mut self.kept)?;
+        }
         Ok(())
     }
 
@@ -339,6 +368,7 @@ impl Samples for InferenceWriter {
                 created: report.created,
                 usage: Usage::of(summary),
                 prompt_logprobs: self.prompt_logprobs.as_ref(),
+                prompt_token_id_logprobs: self.token_id_logprobs.as_deref(),
                 prompt_token_ids: report.returns_ids.then_some(&self.prompt.tokens[..]),
                 output_mode: "tokens",
                 choices,

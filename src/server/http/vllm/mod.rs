@@ -4,6 +4,7 @@ mod control;
 mod facts;
 mod generate;
 mod lora;
+mod table;
 mod transfer;
 mod weights;
 

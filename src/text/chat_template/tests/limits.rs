@@ -2,8 +2,8 @@
 
 use super::*;
 
-const TOO_MUCH: &str = "the model's chat template makes more than 268435456 bytes";
-const TOO_MANY: &str = "the model's chat template makes a list of more than 100000 elements";
+const TOO_MUCH: &str = "the chat template makes more than 268435456 bytes";
+const TOO_MANY: &str = "the chat template makes a list of more than 100000 elements";
 
 /// Asserts that the template is rejected and that no bytes stay charged. Returns the message of the error.
 fn refused(source: &str, room: &Traffic) -> String {
@@ -143,24 +143,24 @@ fn deep_values_and_cycles_do_not_overflow_the_stack() {
 
 #[test]
 fn templates_that_are_too_large_to_parse_are_refused() {
-    let config = |source: String| match ChatTemplate::new(source, BTreeMap::new()) {
+    let config = |source: String| match ChatTemplate::new(source.into(), BTreeMap::new()) {
         Err(Error::Config(message)) => message,
         other => panic!("{other:?}"),
     };
     let large = config("a".repeat((1 << 20) + 1));
-    assert_eq!(large, "the model's chat template has 1048577 bytes, and at most 1048576 are read; shorten it");
-    ChatTemplate::new("a".repeat(1 << 20), BTreeMap::new()).expect("the largest");
+    assert_eq!(large, "the chat template has 1048577 bytes, and at most 1048576 are read; shorten it");
+    ChatTemplate::new("a".repeat(1 << 20).into(), BTreeMap::new()).expect("the largest");
     for expression in ["1".to_string() + &"+1".repeat(250_000), "a".to_string() + &".a".repeat(250_000)] {
         assert!(config(format!("\n{{{{ {expression} }}}}")).contains("line 2: more than 4096 tokens in one tag"));
     }
     for expression in ["a".to_string() + &"+1".repeat(2000), "a".to_string() + &"|trim".repeat(2000)] {
-        ChatTemplate::new(format!("{{{{ {expression} }}}}"), BTreeMap::new()).expect("a long expression");
+        ChatTemplate::new(format!("{{{{ {expression} }}}}").into(), BTreeMap::new()).expect("a long expression");
     }
     let nested = |levels: usize| "{% if a %}".repeat(levels) + &"{% endif %}".repeat(levels);
     assert!(config(nested(40_000)).contains("more than 10000 tags"));
     assert!(config(nested(4000)).contains("maximum recursion"));
     let branches = format!("{{% if a %}}{}{{% endif %}}", "{% elif a %}".repeat(9000));
-    ChatTemplate::new(branches, BTreeMap::new()).expect("many branches");
+    ChatTemplate::new(branches.into(), BTreeMap::new()).expect("many branches");
     for constant in ["'a' * 100000000", "100 * (100000 * ('a', 'b'))", "'a' * 2 ** 26", "(('abc' * 9999) * 999) * 99"] {
         assert!(config(format!("{{{{ {constant} }}}}")).contains("constants multiplied"), "{constant}");
     }

@@ -16,6 +16,7 @@ import numpy as np
 
 from .._channel import call_timeout, generate_timeouts
 from .._convert import new_request_id
+from .._fields import rows_of_each
 from .._progress import SampleProgress
 from ..aio import AsyncRolloutClient
 from ..errors import (
@@ -53,8 +54,11 @@ MAX_ATTEMPTS = 4
 
 _ABORT_AGAIN_SECONDS = 0.05
 
+# The option that has a list for each prompt or sequence of the call.
+_ROWS = "prompt_logprob_token_ids"
+
 # The path in an error of a server, which has only one prompt or sequence of the call.
-_FIRST = re.compile(r"^(prompts|sequences)\[0\]")
+_FIRST = re.compile(r"^(prompts|sequences|logprob_token_ids(?=\[0\]\.rows))\[0\]")
 
 _T = TypeVar("_T")
 
@@ -118,12 +122,14 @@ class Requests:
         each, options = _sampling_of_prompts(len(prompts), sampling), dict(options)
         limit, _ = generate_timeouts(options.pop("timeout", None), self._timeout)
         progress = SampleProgress(len(prompts) * n, options.pop("progress", False))
+        rows = rows_of_each(options.pop(_ROWS, ()), len(prompts), _ROWS)
 
         async def group(index: int, prompt: PromptInput) -> PromptOutput:
             params = each[index]
 
             async def send(client: AsyncRolloutClient, request_id: str, version: int) -> PromptOutput:
-                asked = _versioned(options, version) | {"request_id": request_id, "timeout": call.left()}
+                own = {"request_id": request_id, "timeout": call.left(), _ROWS: [rows[index]]}
+                asked = _versioned(options, version) | own
                 (output,) = await client.generate([prompt], n, params, **asked)
                 return output
 
@@ -145,10 +151,12 @@ class Requests:
         if not sequences:
             raise InvalidArgument("sequences: is empty; give at least one sequence")
         limit = call_timeout(options.pop("timeout", None), self._timeout)
+        rows = rows_of_each(options.pop(_ROWS, ()), len(sequences), _ROWS)
 
         async def one(index: int, sequence: TokenIds) -> Score:
             async def send(client: AsyncRolloutClient, request_id: str, version: int) -> Score:
-                (score,) = await client.score([sequence], **_versioned(options, version), timeout=call.left())
+                asked = _versioned(options, version) | {"timeout": call.left(), _ROWS: [rows[index]]}
+                (score,) = await client.score([sequence], **asked)
                 return score
 
             try:

@@ -55,8 +55,7 @@ members! {
         ..pub(in crate::server::http) prompt: ChatPrompt,
         ..pub(in crate::server::http) sampling: Sampling,
     } rejects [
-        "audio", "chat_template", "function_call", "functions", "modalities", "prediction",
-        "web_search_options"
+        "audio", "function_call", "functions", "modalities", "prediction", "web_search_options"
     ];
 }
 
@@ -103,7 +102,10 @@ pub(in crate::server::http) fn message(
     if top_logprobs.is_some_and(|top| top > 0) && logprobs.is_none() {
         return Err(Error::invalid("top_logprobs", "needs logprobs: true"));
     }
-    let format = context.model.encoder.as_ref().and_then(|encoder| encoder.chat_template.as_ref()?.tool_format());
+    let own_template = prompt.chat_template.as_deref().filter(|source| !source.is_empty());
+    let encoder = context.model.encoder.as_ref();
+    let format = encoder.and_then(|encoder| encoder.tool_format(own_template));
+    let reasoning = encoder.and_then(|encoder| encoder.reasoning(own_template));
     let (calling, schema) = ToolCalling::new(prompt.tools.as_deref(), body.tool_choice.as_deref(), format)?;
     let prompt_logprobs = report.prompt_logprobs.is_some();
     let top = report.top_logprobs(prompt_logprobs);
@@ -121,7 +123,6 @@ pub(in crate::server::http) fn message(
         // As in vLLM, a forced call takes the place of `response_format`.
         *outputs = Some(pb::StructuredOutputs { kind: Some(pb::structured_outputs::Kind::JsonSchema(schema)) });
     }
-    let reasoning = context.model.encoder.as_ref().and_then(|encoder| encoder.reasoning);
     let marks = reasoning.and_then(|_| context.model.reasoning_marks());
     let includes_reasoning = body.include_reasoning.unwrap_or(true);
     // As in vLLM, a text whose reasoning is left out has the grammar from its first token.

@@ -27,6 +27,8 @@ members! {
         /// Further variables of the template, such as `{"enable_thinking": false}`.
         #[schema(value_type = Option<serde_json::Value>)]
         pub(in crate::server::http) chat_template_kwargs: Box<RawValue>,
+        /// Jinja template to use instead of the model's; needs a server with `--trust-request-chat-template`.
+        pub(in crate::server::http) chat_template: String,
         /// How much the model reasons: `none`, `minimal`, `low`, `medium`, `high`, `xhigh` or `max`. A variable of the
         /// template; so is `enable_thinking`, which is false for `none`, unless chat_template_kwargs has it.
         pub(in crate::server::http) reasoning_effort: ReasoningEffort,
@@ -79,6 +81,7 @@ impl ChatPrompt {
             template_arguments_json: template_arguments(text(self.chat_template_kwargs), self.reasoning_effort),
             add_generation_prompt: self.add_generation_prompt,
             continue_final_message: self.continue_final_message.unwrap_or(false),
+            chat_template: self.chat_template.unwrap_or_default(),
         };
         let (kind, add_special_tokens) = (Some(pb::prompt::Kind::Chat(chat)), self.add_special_tokens);
         Ok(pb::Prompt { kind, add_special_tokens, ..Default::default() })

@@ -65,8 +65,8 @@ fn a_chat_is_charged_at_its_peak() {
     ] {
         // Encoding, which is charged by far more, would hide what rendering takes.
         let refusing = format!("{source}{{{{ raise_exception('no') }}}}");
-        let template = ChatTemplate::new(refusing, BTreeMap::new()).expect("a template");
-        let encoder = Some(Arc::new(PromptEncoder::new(tokenizer.clone(), Some(template), None)));
+        let template = ChatTemplate::new(refusing.into(), BTreeMap::new()).expect("a template");
+        let encoder = Some(Arc::new(PromptEncoder::new(tokenizer.clone(), Some(template), None, None)));
         let model =
             ModelFacts { vocab_size: 513, max_model_len: 16, eos_token_ids: vec![2], encoder, ..Default::default() };
         let messages_json = json!([{ "role": "user", "content": content }]).to_string();

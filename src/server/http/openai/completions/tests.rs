@@ -68,3 +68,26 @@ fn a_message_of_prompts_takes_no_more_than_is_counted_for_it() {
         assert!(most <= counted, "{most} bytes of {counted} counted for prompts of {part}");
     }
 }
+
+#[test]
+fn a_wrong_member_is_named_by_its_path() {
+    for (members, path, says) in [
+        (r#""logit_bias": {"7": 1, "seven": 1}"#, "logit_bias", r#""seven" is not a token id"#),
+        (r#""logit_bias": {"-1": 1}"#, "logit_bias", r#""-1" is not a token id"#),
+        (r#""logit_bias": {"7": "x"}"#, "logit_bias.7", "expected f32"),
+        (r#""logit_bias": [1]"#, "logit_bias", "expected an object of numbers by token id"),
+        (r#""best_of": 2"#, "best_of", "is not supported; leave it out"),
+        (r#""suffix": "x""#, "suffix", "is not supported; leave it out"),
+        (r#""stream_options": {"include_usage": 3}"#, "stream_options.include_usage", "expected a boolean"),
+    ] {
+        let charge = Traffic::new(1 << 20).charge_always(0);
+        let body = format!("{{\"prompt\": \"a\", {members}}}");
+        match parse::<CompletionRequest>(body.as_bytes(), charge, Caller::default()).map(|body| body.bytes) {
+            Err(Error::InvalidArgument { field, message }) => {
+                assert_eq!(field, path, "{message}");
+                assert!(message.contains(says), "{message}");
+            }
+            other => panic!("{members}: {other:?}"),
+        }
+    }
+}
