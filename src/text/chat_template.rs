@@ -1,5 +1,6 @@
 //! Chat templates render messages to the text format that the model was trained on, as transformers does.
 
+mod jinja;
 mod meter;
 mod operators;
 mod program;
@@ -83,9 +84,10 @@ impl ChatTemplate {
         environment.add_function("raise_exception", raise_exception);
         environment.add_function("strftime_now", strftime_now);
         environment.add_filter("tojson", tojson::tojson);
+        jinja::install(&mut environment);
         let (takes_parts, tool_format) = (loops_over_content(&source), ToolFormat::of_template(&source));
         let reasoning_format = ReasoningFormat::of_template(&source);
-        let program = Program::new(NAME, source.clone(), environment)?;
+        let program = Program::new(NAME, jinja::without_generation_tags(&source), environment)?;
         Ok(Self { source, program, special_tokens, takes_parts, tool_format, reasoning_format })
     }
 

@@ -1,9 +1,14 @@
 //! The configuration of the tokenizer, as clients ask for it.
 
+use serde::{Serialize, Serializer};
 use serde_json::{Map, Value as Json};
 
 /// `tokenizer_config.json` with tokens as texts, without paths of files, and with the chat template that is in use.
-pub fn tokenizer_info(config: Json, chat_template: Option<&str>) -> Json {
+pub fn tokenizer_info(config: Json, chat_template: Option<&str>) -> String {
+    serde_json::to_string(&WholeNumbers(&members(config, chat_template))).expect("JSON can be written")
+}
+
+fn members(config: Json, chat_template: Option<&str>) -> Json {
     let mut members = match plain(config) {
         Json::Object(members) => members,
         _ => Map::new(),
@@ -31,6 +36,26 @@ fn plain(value: Json) -> Json {
     }
 }
 
+/// Writes whole numbers without an exponent: transformers stands for no limit with 10³⁰ in `model_max_length`, which
+/// [`Json`] keeps as a float.
+struct WholeNumbers<'a>(&'a Json);
+
+impl Serialize for WholeNumbers<'_> {
+    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        match self.0 {
+            Json::Object(members) => serializer.collect_map(members.iter().map(|(name, value)| (name, Self(value)))),
+            Json::Array(values) => serializer.collect_seq(values.iter().map(Self)),
+            Json::Number(number) if number.is_f64() => match number.as_f64() {
+                Some(float) if float >= 2f64.powi(64) && float < 2f64.powi(127) => {
+                    serializer.serialize_u128(float as u128)
+                }
+                _ => number.serialize(serializer),
+            },
+            other => other.serialize(serializer),
+        }
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use serde_json::json;
@@ -46,12 +71,19 @@ mod tests {
             "model_max_length": 8,
         });
         assert_eq!(
-            tokenizer_info(config, Some("new")),
+            members(config, Some("new")),
             json!({
                 "bos_token": "<s>", "eos_token": "</s>", "added_tokens_decoder": { "0": "<s>", "1": { "id": 1 } },
                 "tokenizer_class": "LlamaTokenizer", "chat_template": "new", "model_max_length": 8,
             })
         );
-        assert_eq!(tokenizer_info(Json::Null, None), json!({ "tokenizer_class": "PreTrainedTokenizerFast" }));
+        assert_eq!(tokenizer_info(Json::Null, None), r#"{"tokenizer_class":"PreTrainedTokenizerFast"}"#);
+    }
+
+    #[test]
+    fn whole_numbers_have_no_exponent() {
+        let config =
+            r#"{"model_max_length":1000000000000000019884624838656,"a":[0.5,-1,1e+300],"tokenizer_class":"T"}"#;
+        assert_eq!(tokenizer_info(serde_json::from_str(config).unwrap(), None), config);
     }
 }

@@ -81,11 +81,20 @@ fn method(state: &mut State, value: &Value, name: &str, args: &[Value]) -> Resul
         (Some(_), "join") => args.first().map_or(Ok(0), |list| joined_bytes(&[list.clone(), value.clone()]))?,
         (Some(_), "format") => formatted_bytes(&all)?,
         (Some(_), "split") => split_bytes(&all)?,
+        (Some(text), "removeprefix" | "removesuffix") => text.len() as u64,
         (Some(text), "splitlines") => text.len() as u64 + (lines(text) + 1) * ITEM_BYTES,
         _ => 0,
     };
     Meter::of(state)?.spend(bytes)?;
-    unknown_method_callback(state, value, name, args)
+    match (value.as_str(), name, args) {
+        (Some(text), "removeprefix", [prefix]) => {
+            Ok(prefix.as_str().and_then(|prefix| text.strip_prefix(prefix)).map_or_else(|| value.clone(), Value::from))
+        }
+        (Some(text), "removesuffix", [suffix]) => {
+            Ok(suffix.as_str().and_then(|suffix| text.strip_suffix(suffix)).map_or_else(|| value.clone(), Value::from))
+        }
+        _ => unknown_method_callback(state, value, name, args),
+    }
 }
 
 /// `left ~ right`.

@@ -15,9 +15,11 @@ use super::operators::check_width;
 pub(super) fn tojson(state: &mut State, value: &Value, options: Kwargs) -> Result<String, Error> {
     let indent: Option<usize> = options.get("indent")?;
     let separators: Option<Vec<String>> = options.get("separators")?;
-    // Templates pass this argument for a behaviour that this filter always has.
-    let _: Option<bool> = options.get("ensure_ascii")?;
+    let ensure_ascii: Option<bool> = options.get("ensure_ascii")?;
     options.assert_all_used()?;
+    if ensure_ascii == Some(true) {
+        return Err(Error::new(ErrorKind::InvalidOperation, "tojson: ensure_ascii=true is not supported"));
+    }
     check_width(indent.unwrap_or(0) as u64)?;
     let (item, member) = match separators.as_deref() {
         Some([item, member]) => (item.clone(), member.clone()),
