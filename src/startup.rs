@@ -56,7 +56,7 @@ fn open_encoder(files: &TokenizerFiles, config: &Config) -> Result<Option<(Arc<P
             "the model has no chat template: prompts of chat messages are rejected; give one with --chat-template FILE"
         );
     }
-    let info = tokenizer_info(tokenizer_config, chat_template.as_ref().map(ChatTemplate::source)).to_string();
+    let info = tokenizer_info(tokenizer_config, chat_template.as_ref().map(ChatTemplate::source));
     let Some(tokenizer) = tokenizer else { return Ok(None) };
     let reasoning = reasoning_format(config.reasoning_parser, &tokenizer, chat_template.as_ref())?;
     let finds_reasoning = config.reasoning_parser == ReasoningChoice::Auto;
