@@ -41,7 +41,7 @@ Flags of vLLM and SGLang work under their names if they mean the same here.
 /// A rollout inference server for RL fine-tuning: groups of samples with log-probabilities you can trust, over gRPC
 /// and HTTP.
 #[derive(Clone, Debug, Parser)]
-#[command(name = "rollout-server", version, help_template = HELP, before_help = FIRST_RUN)]
+#[command(name = "rollout-server", version, help_template = HELP, before_help = FIRST_RUN, args_override_self = true)]
 #[command(override_usage = "rollout-server MODEL [FLAGS]\n       rollout-server completion SHELL")]
 pub struct Config {
     /// Model to serve: a Hugging Face directory, a GGUF file, or org/name or org/name@revision on the hub.
@@ -259,6 +259,10 @@ pub struct Config {
         conflicts_with = "auth_token_file"
     )]
     pub api_key: Vec<String>,
+
+    /// vLLM's variable for one `--api-key`, read if there are no tokens.
+    #[arg(long, hide = true, env = "VLLM_API_KEY", hide_env_values = true)]
+    pub vllm_api_key: Option<String>,
 
     /// Host name, without a port, that clients use for the HTTP port; repeatable. On 127.0.0.1, and whenever this is
     /// given, the server accepts only IP addresses, localhost, --host and these names.

@@ -6,6 +6,7 @@ use clap::ValueEnum;
 pub enum DTypeChoice {
     Auto,
     Bfloat16,
+    #[value(alias = "float")]
     Float32,
 }
 

@@ -33,10 +33,19 @@ impl CommandLine {
                 Error::Config(format!("completion {shell:?}: must be bash, zsh, fish, elvish or powershell"))
             });
         }
-        let Translated { arguments, notes, .. } = translate(arguments)?;
-        let config = Config::parse_from(std::iter::once("rollout-server".into()).chain(arguments));
+        let Translated { arguments, mut notes, .. } = translate(arguments)?;
+        let mut config = Config::parse_from(std::iter::once("rollout-server".into()).chain(arguments));
+        notes.extend(take_api_key(&mut config));
         Ok(Self::Serve { config: Box::new(config), notes })
     }
+}
+
+/// Takes the key of clients from vLLM's variable, unless the configuration has tokens. Returns a note if it does.
+fn take_api_key(config: &mut Config) -> Option<String> {
+    let has_tokens = !config.api_key.is_empty() || config.auth_token_file.is_some();
+    let key = config.vllm_api_key.take().filter(|key| !key.is_empty() && !has_tokens)?;
+    config.api_key.push(key);
+    Some("VLLM_API_KEY is --api-key here".into())
 }
 
 /// A command line in our flags.
@@ -86,6 +95,7 @@ const FLAGS: &[Row] = &[
     (&["revision"], One, Rejected("give the revision with the model: --model org/name@revision")),
     (&["code-revision", "tokenizer-revision"], One, Rejected("model and tokenizer have one revision: --model org/name@revision")),
     (&["hf-token"], One, Rejected("set the variable HF_TOKEN instead, which other processes cannot read")),
+    (&["ignore-patterns"], Many, Always("only the files of the model are downloaded")),
     (&["download-dir"], One, Rejected("set the variable HF_HOME instead")),
     (&["load-format"], One, Only(&["auto", "safetensors", "hf", "gguf"], "checkpoints are safetensors or GGUF")),
     (&["config-format"], One, Only(&["auto", "hf"], "config.json has the format of transformers")),
@@ -131,7 +141,7 @@ const FLAGS: &[Row] = &[
     (&["max-num-queued-reqs", "max-queued-requests"], One, Rejected("give the number of samples that may wait: --max-queued-samples")),
     (&["enable-chunked-prefill"], Switch, Always("long prompts are always computed in chunks")),
     (&["no-enable-chunked-prefill"], Switch, Rejected("long prompts are always computed in chunks, with the bits of a whole prefill; --max-batch-tokens is the size of a chunk")),
-    (&["async-scheduling"], Switch, Always("tokens are sent while the next step runs")),
+    (&["async-scheduling", "no-async-scheduling"], Switch, Always("tokens are sent while the next step runs")),
     (&["scheduling-policy", "schedule-policy"], One, Only(&["fcfs"], "requests are scheduled in the order of their arrival")),
     (&["scheduler-delay-factor", "schedule-conservativeness"], One, Always("the scheduler has no such parameter")),
     (&["attention-backend", "attention-config", "-ac"], One, Rejected("use --attention invariant or --attention flash")),
@@ -147,6 +157,11 @@ const FLAGS: &[Row] = &[
     (&["tool-call-parser"], One, Always("the format of tool calls is found from the chat template")),
     (&["structured-outputs-config", "guided-decoding-backend", "grammar-backend"], One, Always("llguidance is the only backend, and computes all grammars")),
     (&["reasoning-config"], One, Always("the marks of reasoning are <think> and </think>")),
+    (&["return-tokens-as-token-ids"], Switch, Rejected("requests ask for it: return_tokens_as_token_ids")),
+    (&["exclude-tools-when-tool-choice-none"], Switch, Rejected("leave tools out of such requests")),
+    (&["enable-prompt-embeds"], Switch, Rejected("prompts are texts or token ids")),
+    (&["tool-server"], One, Rejected("the client runs the tools")),
+    (&["watermark-config"], One, Rejected("samples have no watermark")),
     (&["default-chat-template-kwargs"], One, Rejected("requests give their variables of the template: chat_template_kwargs")),
     (&["chat-template-content-format"], One, Only(&["auto", "string", "openai"], "it is found from the template")),
     (&["speculative-config", "-sc", "speculative-algorithm", "speculative-draft-model-path"], One, Rejected("drafts come from the group's own tokens: --speculation auto")),
@@ -169,11 +184,13 @@ const FLAGS: &[Row] = &[
     (&["uds"], One, Rejected("the server listens on --host and --port")),
     (&["api-server-count", "-asc", "renderer-num-workers", "tokenizer-worker-num"], One, Always("one process serves all connections with a thread per core")),
     (&["enable-scale-out", "tokens-only", "enable-tokenizer-info-endpoint", "enable-server-load-tracking"], Switch, Always("its routes are always there")),
-    (&["enable-prompt-tokens-details"], Switch, Always("usage always has them")),
+    (&["enable-prompt-tokens-details"], Switch, Always("usage always has them, but in streams")),
+    (&["enable-request-id-headers"], Switch, Rejected("the id of an answer has the request's X-Request-Id")),
     // Observability
     (&["uvicorn-log-level", "log-level"], One, Same("log")),
     (&["disable-log-requests", "disable-log-stats", "no-enable-log-requests", "disable-uvicorn-access-log", "disable-fastapi-docs"], Switch, Always("the log has a line per request at --log info, and no access log")),
     (&["enable-log-requests", "log-requests"], Switch, Always("the log has a line per request at --log info")),
+    (&["show-hidden-metrics-for-version"], One, Always("no metric is hidden")),
     (&["enable-metrics"], Switch, Always("/metrics is always there")),
     (&["profiler-config"], One, Rejected("use --profile or --trace-file")),
     (&["otlp-traces-endpoint"], One, Rejected("phases are written to --trace-file")),
@@ -307,6 +324,26 @@ mod tests {
             ["--structured-outputs-config.backend guidance has no effect here: llguidance is the only backend, and \
                  computes all grammars"]
         );
+    }
+
+    #[test]
+    fn the_key_of_vllm_is_taken_without_tokens_of_ours() {
+        let taken = |line: &str, key: &str| {
+            let mut config = Config::parse_from(line.split_whitespace());
+            config.vllm_api_key = Some(key.into());
+            let note = take_api_key(&mut config);
+            (config.api_key, note.is_some())
+        };
+        assert_eq!(taken("rollout-server --model m", "key"), (vec!["key".into()], true));
+        assert_eq!(taken("rollout-server --model m", ""), (vec![], false));
+        assert_eq!(taken("rollout-server --model m --api-key own", "key"), (vec!["own".into()], false));
+        assert_eq!(taken("rollout-server --model m --auth-token-file f", "key"), (vec![], false));
+    }
+
+    #[test]
+    fn the_last_of_equal_flags_counts() {
+        let config = Config::parse_from("rollout-server --model m --tp 2 --mem-util 0.1 --tp 4".split_whitespace());
+        assert_eq!(config.tp, 4);
     }
 
     #[test]
