@@ -137,7 +137,8 @@ fn part(path: &str, given: Value) -> Result<Value> {
 }
 
 /// Turns the arguments of calls, which OpenAI's clients send as JSON in a text, into objects, which templates write as
-/// JSON.
+/// JSON. As in vLLM, arguments that are no object become an empty one: a model wrote them, and an error would end the
+/// conversation at each later turn.
 fn parse_arguments(path: &str, calls: &mut Value) -> Result<()> {
     let Value::Array(calls) = calls else { return Err(Error::invalid(path, "is not a list of calls")) };
     for (i, call) in calls.iter_mut().enumerate() {
@@ -146,14 +147,13 @@ fn parse_arguments(path: &str, calls: &mut Value) -> Result<()> {
             let message = "is not a call; a call has function: {name, arguments}";
             return Err(Error::invalid(format!("{path}[{i}]"), message));
         };
-        let arguments = match function.get("arguments") {
-            Some(Value::String(text)) if !text.trim().is_empty() => {
-                parsed(&format!("{path}[{i}].function.arguments"), text)?
-            }
-            Some(Value::String(_) | Value::Null) | None => Value::Object(Map::new()),
-            Some(_) => continue,
+        let arguments = function.entry("arguments").or_insert(Value::Null);
+        let object = match arguments.take() {
+            Value::Object(object) => object,
+            Value::String(text) => serde_json::from_str(&text).unwrap_or_default(),
+            _ => Map::new(),
         };
-        function.insert("arguments".into(), arguments);
+        *arguments = Value::Object(object);
     }
     Ok(())
 }
