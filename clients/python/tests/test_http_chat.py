@@ -156,6 +156,37 @@ def test_the_prompt_is_what_the_members_say(http):
         assert through_grpc[0].prompt_logprobs.token_ids == tokens
 
 
+@pytest.mark.parametrize(
+    "members",
+    [
+        {"n": 3, "temperature": 0.7, "top_p": 0.9, "top_k": 40, "min_p": 0.01},
+        {"logit_bias": {"300": 9.0}, "presence_penalty": 0.5, "frequency_penalty": 0.1, "repetition_penalty": 1.1},
+        {"allowed_token_ids": [300, 301, 302], "ignore_eos": True, "min_tokens": 2},
+        {"logprobs": True, "top_logprobs": 2, "prompt_logprobs": 1},
+        {"logprobs": True, "logprob_token_ids": [5, 6], "stop_token_ids": [7], "bad_words": ["a"]},
+        {"structured_outputs": {"regex": "[ab]{4}"}, "include_stop_str_in_output": True, "stop": ["bb"]},
+    ],
+)
+def test_a_rendered_chat_is_a_body_with_the_chats_samples(http, members):
+    body = {"messages": HELLO, "max_tokens": 6, "seed": 3, **members}
+    expected = chat(http, return_token_ids=True, **body).body
+    rendered = ask(http.http_address, "POST", f"{CHAT}/render", body).body
+    answer = ask(http.http_address, "POST", "/inference/v1/generate", rendered).body
+    tokens = [choice["token_ids"] for choice in expected["choices"]]
+    assert [choice["token_ids"] for choice in answer["choices"]] == tokens
+    if "logprobs" in members:
+        logprobs = [entry["logprob"] for entry in expected["choices"][0]["logprobs"]["content"]]
+        assert [entry["logprob"] for entry in answer["choices"][0]["logprobs"]["content"]] == logprobs
+    assert (answer["prompt_logprobs"] is None) == ("prompt_logprobs" not in members)
+
+
+def test_a_stream_is_rendered_as_one_and_an_unknown_model_is_not(http):
+    body = {"messages": HELLO, "stream": True, "stream_options": {"include_usage": True}, "return_token_ids": True}
+    rendered = ask(http.http_address, "POST", f"{CHAT}/render", body).body
+    assert rendered["stream"] and rendered["return_token_ids"] and rendered["stream_options"]["include_usage"]
+    assert ask(http.http_address, "POST", f"{CHAT}/render", {**body, "model": "other"}).status == 404
+
+
 def test_openais_package(http, ai):
     plain = ai.chat.completions.create(
         model=MODEL, messages=HELLO, max_tokens=6, n=2, seed=3, logprobs=True, top_logprobs=3
@@ -265,8 +296,8 @@ def test_an_echo_begins_with_the_last_message(http):
 
 def test_members_that_ask_for_nothing_are_taken_and_others_are_named(http):
     nothing = {"functions": None, "function_call": "none", "modalities": ["text"], "audio": None, "echo": False}
-    answer = chat(http, max_tokens=1, user="me", parallel_tool_calls=True, **nothing)
-    assert answer.headers["x-ignored-members"] == "user, parallel_tool_calls"
+    answer = chat(http, max_tokens=1, user="me", service_tier="auto", **nothing)
+    assert answer.headers["x-ignored-members"] == "user, service_tier"
 
 
 def test_a_chat_goes_on_until_the_context_is_full(http):

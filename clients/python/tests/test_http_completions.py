@@ -342,7 +342,7 @@ def test_usage_and_times_in_all_answers(binary):
         assert times["mean_itl_ms"] == pytest.approx(times["generation_time_ms"] / 3)
         assert times["tokens_per_second"] > 0 and times["speculative_decoding"] is None
         streamed = events(complete(server, stream=True, **body).body)
-        assert list(streamed[-1]["metrics"]) == list(times) and "metrics" not in streamed[0]
+        assert [*streamed[-1]["metrics"], "speculative_decoding"] == list(times) and "metrics" not in streamed[0]
         chat = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 1}
         times = ask(server.http_address, "POST", "/v1/chat/completions", chat).body["metrics"]
         assert times["mean_itl_ms"] is None and times["generation_time_ms"] == 0

@@ -204,18 +204,24 @@ def test_a_message_of_the_system_among_others(scripted, binary, tmp_path):
             assert counted.body["input_tokens"] == ask(address, "POST", "/tokenize", chat).body["count"]
 
 
+def test_without_parallel_calls_a_message_has_its_first_call(send):
+    def names(**members):
+        return [block["name"] for block in send("two", tools=TOOLS, **members).body["content"] if "name" in block]
+
+    assert names() == ["sub", "add"]
+    assert names(tool_choice={"type": "auto", "disable_parallel_tool_use": True}) == ["sub"]
+
+
 def test_members_that_nothing_reads_are_listed(send):
     content = [{"type": "text", "text": "Hi.", "cache_control": {"type": "ephemeral"}}]
     answer = send(
         "plain",
         messages=[{"role": "user", "content": content}],
         metadata={"user_id": "a"},
-        tools=TOOLS,
-        tool_choice={"type": "auto", "disable_parallel_tool_use": True},
     )
     listed = answer.headers["x-ignored-members"]
     assert answer.status == 200
-    for name in ("cache_control", "metadata", "tool_choice.disable_parallel_tool_use"):
+    for name in ("cache_control", "metadata"):
         assert name in listed
 
 

@@ -160,10 +160,16 @@ def test_a_forced_call(send):
         assert isinstance(json.loads(body["output"][0]["arguments"]), dict)
 
 
+def test_without_parallel_calls_a_response_has_its_first_call(send):
+    body = send("call", tools=TOOLS, parallel_tool_calls=False).body
+    assert [item["type"] for item in body["output"]] == ["message", "function_call"]
+    assert body["parallel_tool_calls"] is False
+
+
 def test_members_without_effect_are_listed(send):
-    answer = send("plain", store=True, parallel_tool_calls=False, include=["reasoning.encrypted_content"], user="u")
+    answer = send("plain", store=True, include=["reasoning.encrypted_content"], user="u")
     assert answer.status == 200
-    assert {"store", "parallel_tool_calls", "include", "user"} <= set(answer.headers["x-ignored-members"].split(", "))
+    assert {"store", "include", "user"} <= set(answer.headers["x-ignored-members"].split(", "))
     assert (
         "x-ignored-members"
         not in send("plain", store=False, parallel_tool_calls=True, previous_response_id=None).headers

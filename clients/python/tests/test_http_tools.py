@@ -88,6 +88,17 @@ def test_calls_are_found_and_nothing_is_lost(ai, scripted, name):
     assert [(part["name"], part["arguments"]) for part in parts] == calls and all(part["id"] for part in parts)
 
 
+def test_without_parallel_calls_a_message_has_its_first_call(ai, scripted):
+    first = ("add", '{"b": "<é>"}')
+    (choice,) = create(ai, scripted, "two", parallel_tool_calls=False, logprobs=True).choices
+    assert [(call.function.name, call.function.arguments) for call in choice.message.tool_calls] == [first]
+    assert choice.finish_reason == "tool_calls" and choice.message.content is None
+    both = create(ai, scripted, "two", parallel_tool_calls=True, logprobs=True).choices[0]
+    assert len(both.message.tool_calls) == 2 and choice.logprobs == both.logprobs
+    _, parts, reason = joined(create(ai, scripted, "two", parallel_tool_calls=False, stream=True))
+    assert [(part["name"], part["arguments"]) for part in parts] == [first] and reason == "tool_calls"
+
+
 def test_without_tools_or_with_none_the_text_is_as_it_was_written(ai, scripted):
     chosen = biased(scripted[1], "call")
     bare = ai.chat.completions.create(model="", messages=QUESTION, **chosen).choices[0]

@@ -77,9 +77,6 @@ pub(super) async fn messages(
 ) -> HttpResult<Response> {
     // The chat's messages are written beside those of the body.
     body.charge.grow(2 * body.bytes as u64)?;
-    if body.value.calls_one_tool() {
-        body.ignored.add("tool_choice.disable_parallel_tool_use");
-    }
     sample(&app, body, |body, context| {
         let body = body.into_chat(|| takes_later_system(context))?;
         let (message, options) = chat::message(body, request_id(&headers), context)?;

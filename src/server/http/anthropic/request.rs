@@ -82,7 +82,7 @@ pub(super) struct InputTool {
 pub(super) struct InputChoice {
     r#type: ChoiceKind,
     name: Option<String>,
-    /// Has no effect.
+    /// Whether the answer has its first call alone.
     #[serde(default)]
     disable_parallel_tool_use: bool,
 }
@@ -143,11 +143,6 @@ pub(super) fn takes_later_system(context: &ServingContext) -> bool {
 }
 
 impl MessagesRequest {
-    /// Whether the model is asked for at most one call, which has no effect.
-    pub(super) fn calls_one_tool(&self) -> bool {
-        self.prompt.tool_choice.as_ref().is_some_and(|choice| choice.disable_parallel_tool_use)
-    }
-
     /// The body of the chat. If the template does not take messages of the system after others, they become part of the
     /// system prompt.
     ///
@@ -232,6 +227,7 @@ impl MessagesPrompt {
         let thinks = matches!(asked, AskedThinking::Enabled { .. }).then_some(true);
         let tools = self.tools.unwrap_or_default().into_iter().enumerate();
         let tools = tools.map(|(i, tool)| tool.into_chat(i)).collect::<Result<Vec<_>>>()?;
+        let parallel_tool_calls = self.tool_choice.as_ref().map(|choice| !choice.disable_parallel_tool_use);
         let tool_choice = self.tool_choice.map(|choice| choice.into_chat()).transpose()?;
         let prompt = ChatPrompt {
             messages: Some(raw(&messages)?),
@@ -239,7 +235,8 @@ impl MessagesPrompt {
             chat_template_kwargs: reasoning_variables(self.chat_template_kwargs, effort.as_deref(), thinks)?,
             ..ChatPrompt::default()
         };
-        Ok(ChatRequest { prompt, tool_choice: tool_choice.as_ref().map(raw).transpose()?, ..ChatRequest::default() })
+        let tool_choice = tool_choice.as_ref().map(raw).transpose()?;
+        Ok(ChatRequest { prompt, tool_choice, parallel_tool_calls, ..ChatRequest::default() })
     }
 }
 

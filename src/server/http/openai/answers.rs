@@ -44,7 +44,7 @@ pub(in crate::server::http) struct Report {
     reports_times: bool,
     /// Writes tokens beside log-probabilities as `token_id:N`.
     writes_ids: bool,
-    includes_stop: bool,
+    pub(super) includes_stop: bool,
     stop: Vec<String>,
     skips_special: bool,
     pub(super) tokenizer: Option<Arc<Tokenizer>>,
@@ -237,11 +237,15 @@ pub(super) struct RequestMetrics {
     generation_time_ms: f64,
     /// From the request's arrival to the first step.
     queue_time_ms: f64,
-    /// Mean time between two tokens.
-    mean_itl_ms: Option<f64>,
+    /// Mean time between two tokens; null for one token, and then absent in streams.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    #[schema(value_type = Option<f64>)]
+    mean_itl_ms: Option<Option<f64>>,
     /// Tokens by the time from the first step to the last token.
-    tokens_per_second: Option<f64>,
-    speculative_decoding: Null,
+    tokens_per_second: f64,
+    /// Absent in streams.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    speculative_decoding: Option<Null>,
 }
 
 impl RequestMetrics {
@@ -252,10 +256,15 @@ impl RequestMetrics {
             time_to_first_token_ms: ms(times.first_token),
             generation_time_ms: ms(times.decoded),
             queue_time_ms: ms(times.queued),
-            mean_itl_ms: (tokens > 1).then(|| ms(times.decoded) / (tokens - 1) as f64),
-            tokens_per_second: (computed > 0.0).then(|| tokens as f64 / computed),
-            speculative_decoding: Null::default(),
+            mean_itl_ms: Some((tokens > 1).then(|| ms(times.decoded) / (tokens - 1) as f64)),
+            tokens_per_second: tokens as f64 / computed,
+            speculative_decoding: Some(Null::default()),
         }
+    }
+
+    /// The same without members that are null, which vLLM's streams leave out.
+    fn in_stream(self) -> Self {
+        Self { mean_itl_ms: self.mean_itl_ms.filter(Option::is_some), speculative_decoding: None, ..self }
     }
 }
 
@@ -354,7 +363,8 @@ impl Chunks {
     pub(super) fn end(&self, report: &Report, summary: &Summary, out: &mut VecDeque<Bytes>) {
         if report.usage_events != UsageEvents::None {
             let usage = Some(self.usage(summary.prompt_tokens, summary.completion_tokens));
-            let (system_fingerprint, metrics) = (Some(&*report.fingerprint), report.metrics(summary));
+            let metrics = report.metrics(summary).map(RequestMetrics::in_stream);
+            let system_fingerprint = Some(&*report.fingerprint);
             let chunk = self.chunk::<()>(report, &[]);
             out.push_back(event(&Chunk { usage, system_fingerprint, metrics, ..chunk }));
         }

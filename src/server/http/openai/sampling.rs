@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 use std::fmt;
 
 use serde::de::{self, MapAccess, Visitor};
-use serde::{Deserialize, Deserializer};
+use serde::{Deserialize, Deserializer, Serialize};
 use serde_json::value::RawValue;
 use utoipa::ToSchema;
 
@@ -130,6 +130,7 @@ pub(in crate::server::http) enum LogprobsMode {
 
 members! {
     /// Further contents of a stream, beside its tokens.
+    #[derive(Clone, Copy, Serialize)]
     pub(in crate::server::http) struct StreamOptions {
         /// End with an event that has the usage figures (default: false).
         include_usage: bool,

@@ -45,6 +45,8 @@ members! {
         return_token_ids: bool,
         /// Only `tokens` is supported.
         output_mode: OutputMode,
+        /// With false, a grammar constrains only the text after the model's reasoning, as in chats (default: true).
+        reasoning_ended: bool,
         /// Of images, which are not supported: null.
         #[schema(value_type = Option<String>)]
         features: IgnoredAny,
@@ -87,9 +89,11 @@ pub(in crate::server::http) async fn generate(
     body: JsonBody<InferenceRequest>,
 ) -> HttpResult<Response> {
     sample(&app, body, |body, context| {
+        let reasons = body.reasoning_ended == Some(false);
+        let spared = context.model.encoder.as_ref().and_then(|encoder| encoder.reasoning(None)).filter(|_| reasons);
         let (message, report, table) = message(body, request_id(&headers), context)?;
         let writer = |request: &ValidRequest, traffic: &Traffic| InferenceWriter::new(request, report, table, traffic);
-        Ok((message, None, writer))
+        Ok((message, spared, writer))
     })
     .await
 }

@@ -25,6 +25,8 @@ pub(in crate::server::http) struct ChatOptions {
     pub(super) calling: ToolCalling,
     /// Whether calls have names of nine letters and digits: Mistral's templates take no others.
     pub(super) has_short_ids: bool,
+    /// Whether a message has its first call alone.
+    pub(super) has_one_call: bool,
     pub(super) reasoning: Option<ReasoningFormat>,
     /// The tokens that open and close the reasoning, if the model reasons and has them.
     pub(super) marks: Option<(TokenId, TokenId)>,
@@ -150,6 +152,7 @@ impl MessageReader {
         for piece in pieces {
             match (piece, &options.calling) {
                 (Piece::Reasoning(text), _) => parts.push(MessagePart::Reasoning(text)),
+                (Piece::Call(_), _) if options.has_one_call && self.calls > 0 => {}
                 (Piece::Call(call), _) => {
                     self.calls += 1;
                     parts.push(MessagePart::Call { id: options.call_id(), name: call.name });

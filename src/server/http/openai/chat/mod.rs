@@ -50,12 +50,14 @@ members! {
         /// Whether the model may call a tool: `auto`, `none`, `required`, or an object that names one (default: auto).
         #[schema(value_type = Option<serde_json::Value>)]
         pub(in crate::server::http) tool_choice: Box<RawValue>,
+        /// Whether a message may have more than one call; with false, it has the first alone (default: true).
+        pub(in crate::server::http) parallel_tool_calls: bool,
         /// Whether the message has the model's reasoning (default: true).
         pub(in crate::server::http) include_reasoning: bool,
         ..pub(in crate::server::http) prompt: ChatPrompt,
         ..pub(in crate::server::http) sampling: Sampling,
     } rejects [
-        "audio", "function_call", "functions", "modalities", "prediction", "web_search_options"
+        "audio", "function_call", "functions", "kv_transfer_params", "modalities", "prediction", "web_search_options"
     ];
 }
 
@@ -133,6 +135,7 @@ pub(in crate::server::http) fn message(
         echo,
         calling,
         has_short_ids,
+        has_one_call: body.parallel_tool_calls == Some(false),
         reasoning,
         marks,
         includes_reasoning,

@@ -1,5 +1,7 @@
 //! `/v1/chat/completions/render`: the tokens of a chat and how to sample, without generating.
 
+use std::collections::BTreeMap;
+
 use axum::Json;
 use axum::extract::State;
 use axum::http::HeaderMap;
@@ -9,12 +11,14 @@ use utoipa::ToSchema;
 
 use super::{ChatRequest, message};
 use crate::server::convert;
-use crate::server::http::openai::answers::Null;
+use crate::server::http::models::check_model;
+use crate::server::http::openai::answers::{Null, Report};
 use crate::server::http::openai::request_id;
+use crate::server::http::openai::sampling::StreamOptions;
 use crate::server::http::{AppState, HttpResult, JsonBody};
 use crate::server::pb::{self, structured_outputs::Kind};
 use crate::server::requests::off_thread;
-use crate::types::TokenId;
+use crate::types::{SamplingParams, TokenId};
 
 /// A chat as token ids: a body for `/inference/v1/generate`.
 #[derive(Default, Serialize, ToSchema)]
@@ -26,14 +30,24 @@ pub(in crate::server::http) struct Rendered {
     content_parts: Null,
     sampling_params: RenderedSampling,
     model: String,
+    /// False if a grammar constrains only the text after the reasoning; else absent.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    reasoning_ended: Option<bool>,
     stream: bool,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    stream_options: Option<StreamOptions>,
+    /// Absent if false.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    return_token_ids: Option<bool>,
     cache_salt: Null,
     priority: i32,
 }
 
-/// How to sample.
+/// How to sample. Some members are absent if they have their default.
 #[derive(Default, Serialize, ToSchema)]
 struct RenderedSampling {
+    #[serde(skip_serializing_if = "Option::is_none")]
+    n: Option<u32>,
     presence_penalty: f32,
     frequency_penalty: f32,
     repetition_penalty: f32,
@@ -46,17 +60,64 @@ struct RenderedSampling {
     seed: Option<i64>,
     stop: Vec<String>,
     stop_token_ids: Vec<TokenId>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    ignore_eos: Option<bool>,
     max_tokens: u32,
     #[serde(skip_serializing_if = "Option::is_none")]
     min_tokens: Option<u32>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    logprobs: Option<u32>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    prompt_logprobs: Option<u32>,
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    logprob_token_ids: Vec<TokenId>,
     bad_words: Vec<String>,
-    /// Absent if true.
     #[serde(skip_serializing_if = "Option::is_none")]
     skip_special_tokens: Option<bool>,
     #[serde(skip_serializing_if = "Option::is_none")]
+    include_stop_str_in_output: Option<bool>,
+    #[serde(skip_serializing_if = "Option::is_none")]
     structured_outputs: Option<RenderedGrammar>,
+    #[serde(skip_serializing_if = "BTreeMap::is_empty")]
+    logit_bias: BTreeMap<TokenId, f32>,
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    allowed_token_ids: Vec<TokenId>,
     #[serde(skip_serializing_if = "Option::is_none")]
     thinking_token_budget: Option<u32>,
+}
+
+impl RenderedSampling {
+    /// The members that the message of a chat gives, of which `params` are the checked ones.
+    fn new(given: pb::GenerateRequest, params: &SamplingParams, report: &Report) -> Self {
+        let sampling = given.sampling.unwrap_or_default();
+        let named = !given.logprob_token_ids.is_empty();
+        Self {
+            n: given.n.filter(|n| *n != 1),
+            presence_penalty: params.presence_penalty,
+            frequency_penalty: params.frequency_penalty,
+            repetition_penalty: params.repetition_penalty,
+            temperature: params.temperature,
+            top_p: params.top_p,
+            top_k: (params.top_k > 0).then_some(params.top_k),
+            min_p: params.min_p,
+            seed: sampling.seed.map(u64::cast_signed),
+            stop: params.stop_strings.clone(),
+            stop_token_ids: params.stop_token_ids.clone(),
+            ignore_eos: sampling.ignore_eos.then_some(true),
+            max_tokens: params.max_tokens,
+            min_tokens: (params.min_tokens > 0).then_some(params.min_tokens),
+            logprobs: report.logprobs.map(|top| if named { 0 } else { top }),
+            prompt_logprobs: report.prompt_logprobs,
+            logprob_token_ids: given.logprob_token_ids,
+            bad_words: sampling.bad_words,
+            skip_special_tokens: (!params.skip_special_tokens).then_some(false),
+            include_stop_str_in_output: report.includes_stop.then_some(true),
+            structured_outputs: None,
+            logit_bias: sampling.logit_bias.into_iter().collect(),
+            allowed_token_ids: sampling.allowed_token_ids,
+            thinking_token_budget: params.thinking.map(|budget| budget.tokens),
+        }
+    }
 }
 
 /// The grammar of the text.
@@ -93,38 +154,29 @@ pub(in crate::server::http) async fn render(
 ) -> HttpResult<Response> {
     let context = app.server.context()?;
     let JsonBody { value: body, mut charge, ignored, .. } = body;
+    check_model(body.sampling.model.as_deref(), &context).await?;
+    let stream_options = body.sampling.stream_options;
     let (mut message, options) = message(body, request_id(&headers), &context)?;
-    let sampling = message.sampling.get_or_insert_default();
     // Compiled only by a request that samples.
-    let grammar = sampling.structured_outputs.take().and_then(|outputs| outputs.kind);
-    let seed = sampling.seed.map(u64::cast_signed);
-    let bad_words = sampling.bad_words.clone();
+    let grammar = message.sampling.get_or_insert_default().structured_outputs.take().and_then(|outputs| outputs.kind);
+    let prompts = std::mem::take(&mut message.prompts);
+    let given = message.clone();
+    message.prompts = prompts;
     let model = context.model.clone();
     let request = off_thread(true, move || convert::generate(message, &model, &mut charge)).await?;
-    let params = request.params;
+    let sampling_params = RenderedSampling {
+        structured_outputs: grammar.map(RenderedGrammar::from),
+        ..RenderedSampling::new(given, &request.params, &options.report)
+    };
     let rendered = Rendered {
         request_id: format!("chatcmpl-{}", request.request_id),
         token_ids: request.prompts.first().map_or_else(Vec::new, |prompt| prompt.tokens.to_vec()),
-        sampling_params: RenderedSampling {
-            presence_penalty: params.presence_penalty,
-            frequency_penalty: params.frequency_penalty,
-            repetition_penalty: params.repetition_penalty,
-            temperature: params.temperature,
-            top_p: params.top_p,
-            top_k: (params.top_k > 0).then_some(params.top_k),
-            min_p: params.min_p,
-            seed,
-            stop: params.stop_strings.clone(),
-            stop_token_ids: params.stop_token_ids.clone(),
-            max_tokens: params.max_tokens,
-            min_tokens: (params.min_tokens > 0).then_some(params.min_tokens),
-            bad_words,
-            skip_special_tokens: (!params.skip_special_tokens).then_some(false),
-            structured_outputs: grammar.map(RenderedGrammar::from),
-            thinking_token_budget: params.thinking.map(|budget| budget.tokens),
-        },
+        sampling_params,
         model: options.report.model,
+        reasoning_ended: options.spared.map(|_| false),
         stream: options.report.is_stream,
+        stream_options,
+        return_token_ids: options.report.returns_ids.then_some(true),
         ..Rendered::default()
     };
     Ok(ignored.name_in(Json(rendered)))

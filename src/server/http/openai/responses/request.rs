@@ -35,7 +35,7 @@ members! {
         /// auto).
         #[schema(value_type = Option<serde_json::Value>)]
         tool_choice: Box<RawValue>,
-        /// Has no effect.
+        /// Whether a response may have more than one call; with false, it has the first alone (default: true).
         parallel_tool_calls: bool,
         /// The form of the text: an object whose `format` is `text`, `json_object`, or `json_schema` with a schema.
         #[schema(value_type = Option<serde_json::Value>)]
@@ -123,7 +123,6 @@ impl ResponseRequest {
     pub(super) fn without_effect(&self) -> impl Iterator<Item = &'static str> {
         let members = [
             ("store", self.store == Some(true)),
-            ("parallel_tool_calls", self.parallel_tool_calls == Some(false)),
             ("include", self.include.as_ref().is_some_and(|include| !include.is_empty())),
         ];
         members.into_iter().filter(|(_, is_given)| *is_given).map(|(name, _)| name)
@@ -161,7 +160,7 @@ impl ResponseRequest {
         let echo = Echo {
             instructions: self.instructions,
             metadata: self.metadata,
-            parallel_tool_calls: true,
+            parallel_tool_calls: self.parallel_tool_calls.unwrap_or(true),
             temperature: sampling.temperature.unwrap_or(1.0),
             tool_choice: self.tool_choice.map_or_else(|| raw(&"auto"), Ok)?,
             tools: self.tools.map_or_else(|| raw(&json!([])), Ok)?,
@@ -177,6 +176,7 @@ impl ResponseRequest {
             max_completion_tokens: self.max_output_tokens,
             tool_choice,
             include_reasoning: self.include_reasoning,
+            parallel_tool_calls: self.parallel_tool_calls,
             prompt,
             sampling,
             ..ChatRequest::default()
