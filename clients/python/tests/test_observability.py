@@ -205,8 +205,12 @@ def test_vllms_dashboards_find_their_names_labels_and_buckets(binary):
         parts = [value(samples, f"vllm:request_{part}_time_seconds_sum", **labels) for part in ("prefill", "decode")]
         inference = value(samples, "vllm:request_inference_time_seconds_sum", **labels)
         assert inference == pytest.approx(sum(parts))
-        queued = value(samples, "vllm:request_queue_time_seconds_sum", **labels)
-        assert value(samples, "vllm:e2e_request_latency_seconds_sum", **labels) >= inference + queued
+        # In whole nanoseconds, as the server sums them: the sum of two floats may be above the float of the sum.
+        total, inner, queued = (
+            round(value(samples, f"vllm:{name}_seconds_sum", **labels) * 1e9)
+            for name in ("e2e_request_latency", "request_inference_time", "request_queue_time")
+        )
+        assert total >= inner + queued
 
         (config,) = (dict(key[1:]) for key in samples if key[0] == "vllm:cache_config_info")
         blocks = client.status().total_blocks
