@@ -213,7 +213,7 @@ def test_requests_are_held_while_paused_and_refused_while_asleep(served):
 
 def test_nothing_is_dropped_in_silence(served):
     refused = served.generate(sampling={"best_of": 2})
-    assert refused.status == 400 and "best_of is not supported" in refused.body["error"]["message"]
+    assert refused.status == 400 and "best_of: is not supported" in refused.body["error"]["message"]
     plain = served.generate()
     trl = served.generate(features=None, priority=3, sampling={"output_kind": 2, "detokenize": False})
     assert trl.body["choices"] == plain.body["choices"]

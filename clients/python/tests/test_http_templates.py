@@ -75,7 +75,7 @@ def test_answers_are_read_as_the_template_of_the_request_says(trusting):
         ("{% if a %}" * 400 + "{% endif %}" * 400, "maximum recursion"),
         ("a" * (1 << 20) + "a", "the chat template has 1048577 bytes"),
         ("{{ '-' * 100000000 }}", "constants multiplied"),
-        ("{% for i in range(100000) %}{% for j in range(100000) %}{% endfor %}{% endfor %}", "instructions"),
+        ("{% set r = range(100000) %}{% for i in r %}{% for j in r %}{% endfor %}{% endfor %}", "instructions"),
         ("{{ raise_exception('no hi') }}", "the chat template refuses them: no hi"),
     ],
     ids=["malformed", "tags", "nested", "large", "constants", "endless", "refuses"],
