@@ -157,7 +157,6 @@ const FLAGS: &[Row] = &[
     (&["tool-call-parser"], One, Always("the format of tool calls is found from the chat template")),
     (&["structured-outputs-config", "guided-decoding-backend", "grammar-backend"], One, Always("llguidance is the only backend, and computes all grammars")),
     (&["reasoning-config"], One, Always("the marks of reasoning are <think> and </think>")),
-    (&["return-tokens-as-token-ids"], Switch, Rejected("requests ask for it: return_tokens_as_token_ids")),
     (&["exclude-tools-when-tool-choice-none"], Switch, Rejected("leave tools out of such requests")),
     (&["enable-prompt-embeds"], Switch, Rejected("prompts are texts or token ids")),
     (&["tool-server"], One, Rejected("the client runs the tools")),

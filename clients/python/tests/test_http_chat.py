@@ -256,10 +256,7 @@ def test_errors_are_those_of_openais_package(ai):
     [
         ({"messages": None}, "messages"),
         ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "messages[0].content[0].text"),
-        (
-            {"messages": [{"role": "assistant", "tool_calls": [{"function": {"arguments": "{"}}]}]},
-            "messages[0].tool_calls[0].function.arguments",
-        ),
+        ({"messages": [{"role": "assistant", "tool_calls": {"name": "f"}}]}, "messages[0].tool_calls"),
         ({"top_logprobs": 2}, "top_logprobs"),
         ({"logprobs": 5}, "logprobs"),
         ({"stream": True, "prompt_logprobs": 1}, "prompt_logprobs"),
