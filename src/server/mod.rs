@@ -171,8 +171,8 @@ impl Bound {
 pub enum Ended {
     /// Every request ran to its end.
     Drained,
-    /// In-flight requests were cut off: the engine did not stop within the grace period, or the shutdown began while the
-    /// model was loading. Do not wait for the engine thread.
+    /// In-flight requests were cut off: the engine did not stop within the grace period, or the shutdown began while
+    /// the model was loading. Do not wait for the engine thread.
     Cut,
 }
 

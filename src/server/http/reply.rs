@@ -80,8 +80,8 @@ pub(super) fn counted(answer: Response, mut charge: Charge) -> Response {
     })
 }
 
-/// A body with its charge. It keeps the default `is_end_stream` (false): hyper drops a body that has ended before it has
-/// sent the last frame, and the charge would go with it.
+/// A body with its charge. It keeps the default `is_end_stream` (false): hyper drops a body that has ended before it
+/// has sent the last frame, and the charge would go with it.
 struct CountedBody {
     body: Body,
     _charge: Charge,

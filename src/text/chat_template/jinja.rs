@@ -1,7 +1,7 @@
 //! Jinja as transformers has it, where minijinja differs: tests, filters and tags that templates of models use.
 
 use std::borrow::Cow;
-use std::sync::{Arc, LazyLock};
+use std::sync::Arc;
 
 use minijinja::value::{Kwargs, Value, ValueKind};
 use minijinja::{Environment, Error, State, filters};
@@ -43,10 +43,8 @@ fn no_options() -> Kwargs {
 /// `source` without the tags `generation` and `endgeneration`, with which transformers marks what a model generates.
 /// They become comments, which trim white space alike.
 pub(super) fn without_generation_tags(source: &Arc<str>) -> Arc<str> {
-    static TAG: LazyLock<Regex> = LazyLock::new(|| {
-        Regex::new(r"\{%([-+]?)\s*((?:end)?generation)\s*([-+]?)%\}").expect("the expression is valid")
-    });
-    match TAG.replace_all(source, "{#$1 $2 $3#}") {
+    let tag = Regex::new(r"\{%([-+]?)\s*((?:end)?generation)\s*([-+]?)%\}").expect("the expression is valid");
+    match tag.replace_all(source, "{#$1 $2 $3#}") {
         Cow::Borrowed(_) => source.clone(),
         Cow::Owned(changed) => changed.into(),
     }
