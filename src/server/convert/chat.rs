@@ -137,8 +137,8 @@ fn part(path: &str, given: Value) -> Result<Value> {
 }
 
 /// Turns the arguments of calls, which OpenAI's clients send as JSON in a text, into objects, which templates write as
-/// JSON. As in vLLM, arguments that are no object become an empty one: a model wrote them, and an error would end the
-/// conversation at each later turn.
+/// JSON. As in vLLM, arguments that are not an object become an empty one: a model wrote them, and an error would end
+/// the conversation at each later turn.
 fn parse_arguments(path: &str, calls: &mut Value) -> Result<()> {
     let Value::Array(calls) = calls else { return Err(Error::invalid(path, "is not a list of calls")) };
     for (i, call) in calls.iter_mut().enumerate() {
