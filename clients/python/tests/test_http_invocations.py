@@ -27,7 +27,7 @@ def invoke(scripted):
 
 
 TEMPLATE = "{% for message in messages %}{{ message.content }}\n{% endfor %}"
-ANSWERS = {"hello": ["Hel", "lo."]}
+ANSWERS = {"hello": ["Good day, ", "friend."]}
 
 
 @pytest.mark.parametrize("path", ROUTES)
