@@ -263,7 +263,7 @@ pub fn score(dice: &mut Dice) -> Call {
     let most = dice.pick(&[1, 3, 30]);
     let sampling = if dice.is_hostile() { sampling::params(dice) } else { sampling::distribution(dice) };
     let sequences: Vec<_> = (0..dice.between(1, most).min(100)).map(|_| tokens(dice, CONTEXT)).collect();
-    let named = if dice.one_in(4) { sequences.len() - usize::from(dice.is_hostile()) } else { 0 };
+    let named = if dice.one_in(4) { sequences.len().saturating_sub(usize::from(dice.is_hostile())) } else { 0 };
     let request = pb::ScoreRequest {
         logprob_token_ids: (0..named).map(|_| pb::TokenRows { rows: token_rows(dice) }).collect(),
         sequences,
