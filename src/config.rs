@@ -260,7 +260,7 @@ pub struct Config {
     )]
     pub api_key: Vec<String>,
 
-    /// vLLM's variable for one `--api-key`, read if there are no tokens.
+    /// An `--api-key` from vLLM's variable; it has no effect if other tokens are given.
     #[arg(long, hide = true, env = "VLLM_API_KEY", hide_env_values = true)]
     pub vllm_api_key: Option<String>,
 

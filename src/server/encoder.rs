@@ -109,8 +109,7 @@ impl PromptEncoder {
     /// The text of a chat by the model's template or by its own, and the charge that covers it.
     ///
     /// # Errors
-    /// `InvalidArgument` for the field `path` or its template; `ResourceExhausted` if there is no room for the text
-    /// now.
+    /// `InvalidArgument` for the field `path` or its template; `ResourceExhausted` if memory for the text is short.
     pub(super) fn render(
         &self,
         path: &str,

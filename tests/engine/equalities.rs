@@ -182,7 +182,7 @@ fn a_prompts_logprobs_are_its_score() {
     }
 }
 
-/// What is listed beside the tokens of a prompt, and its bits.
+/// The tokens listed beside those of a prompt, with the bits of their log-probabilities.
 type Listed = Vec<Vec<(TokenId, u32)>>;
 
 /// The most likely tokens and the named ones beside each token of each prompt.

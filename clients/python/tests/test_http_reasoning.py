@@ -197,7 +197,7 @@ GRAMMAR = {"structured_outputs": {"choice": ["Three it is.", "Four"]}}
 )
 def test_a_grammar_is_for_the_text_after_the_reasoning(address, model, name, members, expected):
     request = body(model, name, logprobs=True, return_token_ids=True, **GRAMMAR | members)
-    # Of equally likely tokens the first one is taken.
+    # Ties go to the lowest token id.
     request["logit_bias"] |= {str(model[1]["plain"]): PREFERRED}
     for count in (1, 3):
         answered = ask(address, "POST", CHAT, request | {"n": count})

@@ -214,8 +214,8 @@ fn after<T: Clone>(skipped: usize, none: T, logprobs: &[TokenLogprobs], value: i
     repeat_n(none, skipped).chain(logprobs.iter().map(value)).collect()
 }
 
-/// One list per token of a prompt, if it names tokens: the log-probabilities of those of its row, which are taken out
-/// of `logprobs`.
+/// Moves the log-probabilities of a prompt's named tokens out of `logprobs`: one list per token of the prompt. Empty if
+/// the prompt names none.
 fn token_id_logprobs(prompt: &Prompt, logprobs: &mut [TokenLogprobs]) -> Vec<pb::TopLogprobs> {
     let rows = prompt.take_rows(logprobs);
     if rows.is_empty() {

@@ -67,7 +67,7 @@ pub(super) enum OutputItem {
 pub(super) struct OutputText {
     pub(super) r#type: OutputKind,
     pub(super) text: String,
-    /// Of a message alone, as are the log-probabilities.
+    /// Present only in messages, as are the log-probabilities.
     #[serde(skip_serializing_if = "Option::is_none")]
     #[schema(value_type = Option<Vec<serde_json::Value>>)]
     annotations: Option<[Null; 0]>,
@@ -205,7 +205,7 @@ pub(super) enum EventBody<'a> {
         output_index: usize,
         content_index: usize,
         delta: &'a str,
-        /// Of a message alone.
+        /// Present only in messages.
         #[serde(skip_serializing_if = "Option::is_none")]
         logprobs: Option<[Null; 0]>,
     },
@@ -214,7 +214,7 @@ pub(super) enum EventBody<'a> {
         output_index: usize,
         content_index: usize,
         text: &'a str,
-        /// Of a message alone.
+        /// Present only in messages.
         #[serde(skip_serializing_if = "Option::is_none")]
         logprobs: Option<[Null; 0]>,
     },
