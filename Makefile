@@ -70,7 +70,7 @@ browser: ## the browser that tests the page; installs Debian's if there is none 
 	@scripts/browser.sh
 
 server: check-cargo ## build the server
-	$(call say,Building the server (the first time about ten minutes on two cores))
+	$(call say,Building the server (the first time six to ten minutes on two cores))
 	$(CARGO) build --release --bin rollout-server
 
 wheel: $(WHEEL_TOOLS)/.installed check-cargo ## the packages that pip installs, server and client, in target/wheels (compiles everything once more)
