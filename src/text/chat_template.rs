@@ -87,7 +87,7 @@ impl ChatTemplate {
         jinja::install(&mut environment);
         let (takes_parts, tool_format) = (loops_over_content(&source), ToolFormat::of_template(&source));
         let reasoning_format = ReasoningFormat::of_template(&source);
-        let program = Program::new(NAME, jinja::without_generation_tags(&source), environment)?;
+        let program = Program::new(NAME, jinja::with_known_tags(source.clone()), environment)?;
         Ok(Self { source, program, special_tokens, takes_parts, tool_format, reasoning_format })
     }
 

@@ -40,14 +40,20 @@ fn no_options() -> Kwargs {
     std::iter::empty::<(String, Value)>().collect()
 }
 
-/// `source` without the tags `generation` and `endgeneration`, with which transformers marks what a model generates.
-/// They become comments, which trim white space alike.
-pub(super) fn without_generation_tags(source: &Arc<str>) -> Arc<str> {
-    let tag = Regex::new(r"\{%([-+]?)\s*((?:end)?generation)\s*([-+]?)%\}").expect("the expression is valid");
-    match tag.replace_all(source, "{#$1 $2 $3#}") {
-        Cow::Borrowed(_) => source.clone(),
-        Cow::Owned(changed) => changed.into(),
-    }
+/// `source` with the tags that minijinja does not have, or reads otherwise, written as tags that it has:
+/// - `generation` and `endgeneration`, with which transformers marks what a model generates, become comments, which trim
+///   white space alike.
+/// - `raw` gets the mark that keeps the newline after it: Jinja trims the newline after every block but this one.
+pub(super) fn with_known_tags(source: Arc<str>) -> Arc<str> {
+    let replace = |source: Arc<str>, tag: &str, with: &str| {
+        let tag = Regex::new(tag).expect("the expression is valid");
+        match tag.replace_all(&source, with) {
+            Cow::Borrowed(_) => source.clone(),
+            Cow::Owned(changed) => changed.into(),
+        }
+    };
+    let source = replace(source, r"\{%([-+]?)\s*((?:end)?generation)\s*([-+]?)%\}", "{#$1 $2 $3#}");
+    replace(source, r"\{%([-+]?)\s*raw\s*%\}", "{%$1 raw +%}")
 }
 
 /// The tests `iterable` and `sequence`: true for texts, lists, objects and undefined values, false for none.

@@ -3,7 +3,7 @@
 
 use std::fmt::Write as _;
 
-use minijinja::value::{Rest, Value, ValueKind, ValueOrKwargs};
+use minijinja::value::{Kwargs, Rest, Value, ValueKind, ValueOrKwargs};
 use minijinja::{AutoEscape, Environment, Error, ErrorKind, Output, State, context, escape_formatter, filters};
 use minijinja_contrib::pycompat::unknown_method_callback;
 
@@ -131,6 +131,23 @@ pub(super) fn multiply(state: &mut State, left: Value, right: Value) -> Result<V
         }
     }
     native(state, "left * right", left, right)
+}
+
+/// `left % right`. A text on the left is a format, as in Python.
+pub(super) fn remainder(state: &mut State, left: Value, right: Value) -> Result<Value, Error> {
+    if left.as_str().is_none() {
+        return native(state, "left % right", left, right);
+    }
+    let names_members = left.as_str().is_some_and(|format| format.contains("%("));
+    let args = match right.as_object() {
+        Some(members) if right.kind() == ValueKind::Map && names_members => {
+            let members = members.try_iter_pairs().into_iter().flatten();
+            vec![members.map(|(name, member)| (name.to_string(), member)).collect::<Kwargs>().into()]
+        }
+        _ if right.is_tuple() => right.try_iter()?.collect(),
+        _ => vec![right],
+    };
+    state.apply_filter("format", &[vec![left], args].concat())
 }
 
 /// minijinja's own operator.

@@ -48,6 +48,7 @@ const STORED: &str = "<stored>";
 const CONCAT: &str = "<concat>";
 const ADD: &str = "<add>";
 const MULTIPLY: &str = "<multiply>";
+const REMAINDER: &str = "<remainder>";
 /// Name under which a render finds the [`Room`].
 const ROOM: &str = "<room>";
 
@@ -100,6 +101,7 @@ impl Program {
         environment.add_function(CONCAT, operators::concat);
         environment.add_function(ADD, operators::add);
         environment.add_function(MULTIPLY, operators::multiply);
+        environment.add_function(REMAINDER, operators::remainder);
         let parsed = Yoke::try_attach_to_cart(source, |source| parse_on_thread(name, source))?;
         Ok(Self { environment, parsed })
     }
@@ -249,6 +251,7 @@ fn expand<'s>(instruction: &Instruction<'s>) -> Vec<Instruction<'s>> {
         I::StringConcat => vec![I::CallFunction(CONCAT, Some(2)), count()],
         I::Add => vec![I::CallFunction(ADD, Some(2)), count()],
         I::Mul => vec![I::CallFunction(MULTIPLY, Some(2)), count()],
+        I::Rem => vec![I::CallFunction(REMAINDER, Some(2)), count()],
         I::SetAttr(_) => vec![I::Swap, I::CallFunction(STORED, Some(1)), I::Swap, instruction.clone()],
         I::Slice
         | I::BuildMap(_)

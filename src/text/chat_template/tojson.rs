@@ -1,25 +1,24 @@
 //! The filter `tojson` as transformers defines it for templates: Python's `json.dumps`, without escapes for HTML.
 
+use std::collections::BTreeMap;
 use std::io::{self, Write};
 
-use minijinja::value::{Kwargs, Value};
+use minijinja::value::{Kwargs, Value, ValueKind};
 use minijinja::{Error, ErrorKind, State};
 use serde::Serialize as _;
 use serde_json::Serializer;
 use serde_json::ser::Formatter;
 
-use super::meter::Meter;
+use super::meter::{ITEM_BYTES, Meter};
 use super::operators::check_width;
 
-/// Python's `json.dumps(value, ensure_ascii=False, indent=indent, separators=separators)`.
+/// Python's `json.dumps(value, …)` with these options. `ensure_ascii` is false by default.
 pub(super) fn tojson(state: &mut State, value: &Value, options: Kwargs) -> Result<String, Error> {
     let indent: Option<usize> = options.get("indent")?;
     let separators: Option<Vec<String>> = options.get("separators")?;
     let ensure_ascii: Option<bool> = options.get("ensure_ascii")?;
+    let sort_keys: Option<bool> = options.get("sort_keys")?;
     options.assert_all_used()?;
-    if ensure_ascii == Some(true) {
-        return Err(Error::new(ErrorKind::InvalidOperation, "tojson: ensure_ascii=true is not supported"));
-    }
     check_width(indent.unwrap_or(0) as u64)?;
     let (item, member) = match separators.as_deref() {
         Some([item, member]) => (item.clone(), member.clone()),
@@ -27,12 +26,29 @@ pub(super) fn tojson(state: &mut State, value: &Value, options: Kwargs) -> Resul
         None if indent.is_some() => (",".to_owned(), ": ".to_owned()),
         None => (", ".to_owned(), ": ".to_owned()),
     };
-    let format = PythonFormat { item, member, indent, depth: 0, has_items: false };
-    let mut json = Counted { meter: Meter::of(state)?, text: Vec::new(), refusal: None };
+    let ascii = ensure_ascii.unwrap_or(false);
+    let format = PythonFormat { item, member, indent, ascii, depth: 0, has_items: false };
+    let meter = Meter::of(state)?;
+    let value = if sort_keys.unwrap_or(false) { &sorted(meter, value)? } else { value };
+    let mut json = Counted { meter, text: Vec::new(), refusal: None };
     let written = value.serialize(&mut Serializer::with_formatter(&mut json, format));
     let Counted { text, refusal, .. } = json;
     written.map_err(|e| refusal.unwrap_or_else(|| Error::new(ErrorKind::InvalidOperation, e.to_string())))?;
     Ok(String::from_utf8(text).expect("JSON is UTF-8"))
+}
+
+/// `value`, with the members of all its objects sorted by their names.
+fn sorted(meter: &mut Meter, value: &Value) -> Result<Value, Error> {
+    meter.spend(value.len().unwrap_or(0) as u64 * ITEM_BYTES)?;
+    match value.kind() {
+        ValueKind::Map => {
+            let members = value.as_object().and_then(|object| object.try_iter_pairs()).into_iter().flatten();
+            let members = members.map(|(name, member)| Ok((name, sorted(meter, &member)?)));
+            Ok(Value::from(members.collect::<Result<BTreeMap<Value, Value>, Error>>()?))
+        }
+        ValueKind::Seq => value.try_iter()?.map(|item| sorted(meter, &item)).collect(),
+        _ => Ok(value.clone()),
+    }
 }
 
 /// A text whose bytes are counted before it grows.
@@ -73,6 +89,8 @@ struct PythonFormat {
     member: String,
     /// Spaces per level, with each item on its own line; None puts everything on one line.
     indent: Option<usize>,
+    /// Whether characters beyond ASCII are escaped.
+    ascii: bool,
     depth: usize,
     /// Whether the list or object that ends next has any items.
     has_items: bool,
@@ -110,6 +128,16 @@ impl PythonFormat {
 impl Formatter for PythonFormat {
     fn write_f64<W: ?Sized + Write>(&mut self, writer: &mut W, value: f64) -> io::Result<()> {
         writer.write_all(python_float(value).as_bytes())
+    }
+
+    fn write_string_fragment<W: ?Sized + Write>(&mut self, writer: &mut W, fragment: &str) -> io::Result<()> {
+        if !self.ascii {
+            return writer.write_all(fragment.as_bytes());
+        }
+        fragment.chars().try_for_each(|c| match c {
+            ' '..='~' => writer.write_all(&[c as u8]),
+            _ => c.encode_utf16(&mut [0; 2]).iter().try_for_each(|unit| write!(writer, "\\u{unit:04x}")),
+        })
     }
 
     fn begin_array<W: ?Sized + Write>(&mut self, writer: &mut W) -> io::Result<()> {
