@@ -126,6 +126,10 @@ pub struct Config {
     #[arg(long, help_heading = "Serving", env = "ROLLOUT_ENABLE_PER_REQUEST_METRICS")]
     pub enable_per_request_metrics: bool,
 
+    /// Whether `usage` has `prompt_tokens_details`, the tokens found in the prefix cache, as vLLM's flag.
+    #[arg(long, help_heading = "Serving", env = "ROLLOUT_ENABLE_PROMPT_TOKENS_DETAILS")]
+    pub enable_prompt_tokens_details: bool,
+
     /// Whether completions and chats write tokens beside log-probabilities as `token_id:N` unless a request's
     /// `return_tokens_as_token_ids` is false, as vLLM's flag.
     #[arg(long, help_heading = "Serving", env = "ROLLOUT_RETURN_TOKENS_AS_TOKEN_IDS")]

@@ -182,6 +182,7 @@ pub fn start(config: &Config, observer: Observer, recorder: Recorder) -> Result<
         trainers,
         forces_usage: config.enable_force_include_usage,
         reports_times: config.enable_per_request_metrics,
+        reports_prompt_details: config.enable_prompt_tokens_details,
         writes_token_ids: config.return_tokens_as_token_ids,
     };
     Ok((context, thread))

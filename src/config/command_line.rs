@@ -183,7 +183,6 @@ const FLAGS: &[Row] = &[
     (&["uds"], One, Rejected("the server listens on --host and --port")),
     (&["api-server-count", "-asc", "renderer-num-workers", "tokenizer-worker-num"], One, Always("one process serves all connections with a thread per core")),
     (&["enable-scale-out", "tokens-only", "enable-tokenizer-info-endpoint", "enable-server-load-tracking"], Switch, Always("its routes are always there")),
-    (&["enable-prompt-tokens-details"], Switch, Always("usage always has them, but in streams")),
     (&["enable-request-id-headers"], Switch, Rejected("the id of an answer has the request's X-Request-Id")),
     // Observability
     (&["uvicorn-log-level", "log-level"], One, Same("log")),

@@ -42,6 +42,14 @@ macro_rules! engine_stats {
     };
 }
 
+impl EngineStats {
+    /// Share of the KV blocks that sequences hold, from 0 to 1.
+    pub fn kv_cache_usage(&self) -> f64 {
+        let used = self.total_blocks.saturating_sub(self.free_blocks);
+        if used == 0 { 0.0 } else { used as f64 / self.total_blocks as f64 }
+    }
+}
+
 engine_stats! {
     /// Samples that have a place in the batch.
     running_samples: gauge "rollout:num_requests_running" = vllm,

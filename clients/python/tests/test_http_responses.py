@@ -83,6 +83,18 @@ def test_a_response_is_the_answer_of_a_chat(scripted, send):
     }
 
 
+def test_an_unfinished_message_is_continued(scripted, send):
+    messages = [{"role": "user", "content": QUESTION}, {"role": "assistant", "content": "The sum"}]
+    items = [messages[0], messages[1] | {"type": "message", "id": "msg_1", "status": "incomplete"}]
+    chat = {"messages": messages, "max_tokens": 20, **biased(scripted[1], "plain"), "continue_final_message": True}
+    answer = ask(scripted[0].http_address, "POST", "/v1/chat/completions", chat).body
+    body = send("plain", input=items, max_output_tokens=20).body
+    assert text_of(body["output"][0]) == answer["choices"][0]["message"]["content"]
+    assert body["usage"]["input_tokens"] == answer["usage"]["prompt_tokens"]
+    new = send("plain", input=[items[0], items[1] | {"status": "completed"}], max_output_tokens=20).body
+    assert new["usage"]["input_tokens"] > body["usage"]["input_tokens"], "a new answer has a header of its own"
+
+
 def test_a_streams_events(send):
     whole = send("call", tools=TOOLS).body
     stream = events(send("call", tools=TOOLS, stream=True).body)

@@ -270,9 +270,8 @@ fn cache(text: &mut Exposition<'_>, stats: &EngineStats) {
     text.single("rollout:prefix_cache_queries_total", C, help, stats.prompt_tokens);
     let help = "Prompt tokens found in the prefix cache.";
     text.single("rollout:prefix_cache_hits_total", C, help, stats.cached_tokens);
-    let used = stats.total_blocks.saturating_sub(stats.free_blocks);
-    let share = if used == 0 { 0.0 } else { used as f64 / stats.total_blocks as f64 };
-    text.single("rollout:kv_cache_usage_perc", G, "Share of KV blocks that sequences hold, from 0 to 1.", share);
+    let help = "Share of KV blocks that sequences hold, from 0 to 1.";
+    text.single("rollout:kv_cache_usage_perc", G, help, stats.kv_cache_usage());
 }
 
 /// Writes the KV blocks by their state.

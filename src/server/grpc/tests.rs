@@ -36,6 +36,7 @@ pub(super) fn open() -> (StageSetter, ServerState, Receiver<Command>) {
         trainers: Trainers::default(),
         forces_usage: false,
         reports_times: false,
+        reports_prompt_details: false,
         writes_token_ids: false,
     })));
     (stage, server, commands)

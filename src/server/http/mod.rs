@@ -125,6 +125,7 @@ pub(super) fn router(server: &ServerState, access: &Access, hosts: AllowedHosts,
         .layer(from_fn_with_state(server.panics.clone(), middleware::catch_panic))
         .layer(from_fn_with_state(hosts, middleware::check_origin))
         .layer(from_fn(anthropic::write_errors))
+        .layer(from_fn_with_state(server.observer.clone(), openai::load::report_load))
         .layer(from_fn_with_state(server.observer.clone(), middleware::count_request))
         .with_state(app)
 }

@@ -39,6 +39,7 @@ def smollm2_server(binary):
     if not SMOLLM2.exists():
         pytest.fail(f"no model at {SMOLLM2}: `make test-clients` gets it", pytrace=False)
     flags = ["--mem-util", "0.2", "--kv-cache-bytes", str(256 << 20), "--served-model-name", "smollm2"]
+    flags.append("--enable-prompt-tokens-details")
     with ServerProcess(binary, SMOLLM2, flags) as server:
         yield server
 

@@ -72,7 +72,7 @@ def servers(binary, tmp_path_factory):
     """A server of each of the models, by its name."""
     directory = tmp_path_factory.mktemp("models")
     flags = [*SMALL_CACHE, "--mem-util", "0.2", "--weights-dir", str(FIXTURES), "--max-adapters", "1"]
-    flags.append("--trust-request-chat-template")
+    flags += ["--trust-request-chat-template", "--enable-prompt-tokens-details"]
     with contextlib.ExitStack() as stack:
         found = {}
         for name, make in MODELS.items():

@@ -42,6 +42,7 @@ pub(in crate::server::http) struct Report {
     pub(in crate::server::http) returns_ids: bool,
     pub(super) returns_versions: bool,
     reports_times: bool,
+    reports_prompt_details: bool,
     /// Writes tokens beside log-probabilities as `token_id:N`.
     writes_ids: bool,
     pub(super) includes_stop: bool,
@@ -101,6 +102,7 @@ impl Report {
             returns_ids: sampling.return_token_ids.unwrap_or(false),
             returns_versions: sampling.return_weight_versions.unwrap_or(false),
             reports_times: context.reports_times,
+            reports_prompt_details: context.reports_prompt_details,
             writes_ids: sampling.return_tokens_as_token_ids.unwrap_or(context.writes_token_ids),
             includes_stop: sampling.include_stop_str_in_output.unwrap_or(false),
             stop: sampling.stop_strings(),
@@ -197,6 +199,11 @@ impl Report {
         summary.times.filter(|_| self.reports_times).map(|times| RequestMetrics::new(times, summary.completion_tokens))
     }
 
+    /// The parts of the prompt's tokens, if answers have them.
+    fn prompt_details(&self, summary: &Summary) -> Option<PromptDetails> {
+        self.reports_prompt_details.then_some(PromptDetails { cached_tokens: summary.cached_tokens })
+    }
+
     /// The versions that made a sample's tokens, if they were requested.
     pub(super) fn versions(&self, completion: &Completion) -> Option<Vec<VersionSpan>> {
         let span = |&(version, start, end): &_| VersionSpan { version, start, end };
@@ -219,9 +226,10 @@ pub(in crate::server::http) struct Usage {
     prompt_tokens: u64,
     total_tokens: u64,
     completion_tokens: u64,
-    /// Absent in events of streams.
+    /// Null without `--enable-prompt-tokens-details`, and then absent in events of streams; else at their end.
     #[serde(skip_serializing_if = "Option::is_none")]
-    prompt_tokens_details: Option<PromptDetails>,
+    #[schema(value_type = Option<PromptDetails>)]
+    prompt_tokens_details: Option<Option<PromptDetails>>,
     /// Null if no reasoning is counted, and absent in events of streams.
     #[serde(skip_serializing_if = "Option::is_none")]
     #[schema(value_type = Option<CompletionDetails>)]
@@ -288,11 +296,19 @@ impl Usage {
         Self { prompt_tokens, total_tokens, completion_tokens, ..Self::default() }
     }
 
-    /// The figures of a request that has ended.
-    pub(in crate::server::http) fn of(summary: &Summary) -> Self {
+    /// The figures of a request that has ended, for a whole answer.
+    pub(in crate::server::http) fn of(summary: &Summary, report: &Report) -> Self {
         Self {
-            prompt_tokens_details: Some(PromptDetails { cached_tokens: summary.cached_tokens }),
+            prompt_tokens_details: Some(report.prompt_details(summary)),
             completion_tokens_details: Some(None),
+            ..Self::new(summary.prompt_tokens, summary.completion_tokens)
+        }
+    }
+
+    /// The figures of a request that has ended, for the last event of its stream.
+    pub(in crate::server::http) fn at_end(summary: &Summary, report: &Report) -> Self {
+        Self {
+            prompt_tokens_details: report.prompt_details(summary).map(Some),
             ..Self::new(summary.prompt_tokens, summary.completion_tokens)
         }
     }
@@ -352,7 +368,8 @@ impl Chunks {
         out: &mut VecDeque<Bytes>,
     ) {
         let events = report.usage_events;
-        let usage = (events == UsageEvents::All).then(|| self.usage(self.prompt_tokens, self.tokens));
+        let figures = || Usage::new(self.prompt_tokens, self.tokens).with_reasoning(self.reasoning_tokens);
+        let usage = (events == UsageEvents::All).then(figures);
         let fingerprint = (is_last && events == UsageEvents::None).then_some(&*report.fingerprint);
         let choices = [choice];
         let chunk = self.chunk(report, &choices);
@@ -362,7 +379,7 @@ impl Chunks {
     /// Sends the last event, if it was requested.
     pub(super) fn end(&self, report: &Report, summary: &Summary, out: &mut VecDeque<Bytes>) {
         if report.usage_events != UsageEvents::None {
-            let usage = Some(self.usage(summary.prompt_tokens, summary.completion_tokens));
+            let usage = Some(Usage::at_end(summary, report).with_reasoning(self.reasoning_tokens));
             let metrics = report.metrics(summary).map(RequestMetrics::in_stream);
             let system_fingerprint = Some(&*report.fingerprint);
             let chunk = self.chunk::<()>(report, &[]);
@@ -373,10 +390,6 @@ impl Chunks {
     /// Counts `tokens` more tokens of reasoning, if they are counted.
     pub(super) fn count_reasoning(&mut self, tokens: Option<u64>) {
         self.reasoning_tokens = self.reasoning_tokens.zip(tokens).map(|(before, more)| before + more);
-    }
-
-    fn usage(&self, prompt_tokens: u64, completion_tokens: u64) -> Usage {
-        Usage::new(prompt_tokens, completion_tokens).with_reasoning(self.reasoning_tokens)
     }
 
     fn chunk<'a, C>(&'a self, report: &'a Report, choices: &'a [C]) -> Chunk<'a, C> {

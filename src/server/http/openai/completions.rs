@@ -369,7 +369,7 @@ impl Samples for CompletionWriter {
                 model: &report.model,
                 choices,
                 system_fingerprint: &report.fingerprint,
-                usage: Usage::of(summary),
+                usage: Usage::of(summary, report),
                 metrics: report.metrics(summary),
                 ..CompletionAnswer::default()
             })

@@ -4,6 +4,7 @@ pub(super) mod answers;
 pub(super) mod chat;
 pub(super) mod completions;
 pub(super) mod invocations;
+pub(super) mod load;
 pub(super) mod logprobs;
 mod prompt;
 pub(super) mod responses;

@@ -29,6 +29,7 @@ use writer::ChatWriter;
 
 pub(in crate::server::http) use message::*;
 pub(in crate::server::http) use messages::*;
+pub(super) use prompt::ASSISTANT;
 pub(in crate::server::http) use prompt::ChatPrompt;
 pub(in crate::server::http) use render::*;
 pub(in crate::server::http) use tools::typed;

@@ -9,7 +9,7 @@ use crate::error::{Error, Result};
 use crate::server::http::members;
 use crate::server::pb;
 
-const ASSISTANT: &str = "assistant";
+pub(in crate::server::http::openai) const ASSISTANT: &str = "assistant";
 
 members! {
     /// The messages, and everything else that the model's chat template shows.

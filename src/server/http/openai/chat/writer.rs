@@ -216,7 +216,7 @@ impl Samples for ChatWriter {
                 model: &report.model,
                 choices,
                 system_fingerprint: &report.fingerprint,
-                usage: Usage::of(summary).with_reasoning(self.chunks.reasoning_tokens),
+                usage: Usage::of(summary, report).with_reasoning(self.chunks.reasoning_tokens),
                 metrics: report.metrics(summary),
                 prompt_logprobs: self.prompt_logprobs.as_ref(),
                 prompt_token_ids: report.returns_ids.then_some(&self.prompt.tokens[..]),

@@ -4,7 +4,7 @@ use serde::{Deserialize, Deserializer};
 use utoipa::ToSchema;
 
 use crate::error::{Error, Result, shown};
-use crate::server::http::openai::chat::{ChatCall, ChatMessage, raw};
+use crate::server::http::openai::chat::{ASSISTANT, ChatCall, ChatMessage, raw};
 use crate::server::http::text_or_list;
 
 /// Longest name of a type in an error.
@@ -20,6 +20,7 @@ pub(super) struct ResponseInput(Vec<Item>);
 #[serde(default)]
 struct Item {
     r#type: Option<String>,
+    status: Option<String>,
     role: Option<String>,
     content: Option<Parts>,
     summary: Option<Parts>,
@@ -57,6 +58,17 @@ impl<'de> Deserialize<'de> for Parts {
 }
 
 impl ResponseInput {
+    /// Whether the last item is a message of the assistant that has not ended, which the response continues.
+    pub(super) fn ends_unfinished(&self) -> bool {
+        let is_unfinished = |item: &Item| {
+            let (kind, status) = (item.r#type.as_deref(), item.status.as_deref());
+            item.role.as_deref() == Some(ASSISTANT)
+                && matches!(kind, None | Some("message"))
+                && matches!(status, Some("in_progress" | "incomplete"))
+        };
+        self.0.last().is_some_and(is_unfinished)
+    }
+
     /// Appends the messages that the items are in a chat.
     ///
     /// # Errors
@@ -72,9 +84,9 @@ impl Item {
             "message" => {
                 let texts = given(self.content, path, "content")?.into_texts(&format!("{path}.content"))?;
                 let role = match self.role.as_deref() {
-                    Some("assistant") => {
+                    Some(ASSISTANT) => {
                         let answer = answer(messages, |last| last.content.is_none());
-                        answer.content = ChatMessage::new("assistant", texts).content;
+                        answer.content = ChatMessage::new(ASSISTANT, texts).content;
                         return Ok(());
                     }
                     Some("user") => "user",
@@ -118,8 +130,8 @@ impl Item {
 
 /// The last message if it is an answer of the model and has room, else a new one.
 fn answer(messages: &mut Vec<ChatMessage>, has_room: impl FnOnce(&ChatMessage) -> bool) -> &mut ChatMessage {
-    if !messages.last().is_some_and(|last| last.role == "assistant" && has_room(last)) {
-        messages.push(ChatMessage::new("assistant", Vec::new()));
+    if !messages.last().is_some_and(|last| last.role == ASSISTANT && has_room(last)) {
+        messages.push(ChatMessage::new(ASSISTANT, Vec::new()));
     }
     messages.last_mut().expect("there is one")
 }

@@ -22,7 +22,8 @@ members! {
     /// The body. The members that say how to sample are those of a chat.
     pub(in crate::server::http) struct ResponseRequest {
         /// A text, or a list of items: messages, calls of functions (`function_call`), their outputs
-        /// (`function_call_output`), and reasoning.
+        /// (`function_call_output`), and reasoning. A message of the assistant at the end whose `status` is
+        /// `in_progress` or `incomplete` is continued.
         input: ResponseInput,
         /// The first message of the system.
         instructions: String,
@@ -137,9 +138,9 @@ impl ResponseRequest {
         self.sampling.check_is_plain()?;
         let mut messages = Vec::new();
         messages.extend(self.instructions.clone().map(|text| ChatMessage::new("system", vec![text])));
-        self.input
-            .ok_or_else(|| Error::invalid("input", "is missing; give a text, or a list of items"))?
-            .append_to(&mut messages)?;
+        let input = self.input.ok_or_else(|| Error::invalid("input", "is missing; give a text, or a list of items"))?;
+        let continues = input.ends_unfinished();
+        input.append_to(&mut messages)?;
         let mut sampling = self.sampling;
         let text = self.text.as_deref().map(|text| typed::<TextConfig>("text", text)).transpose()?;
         if let Some(format) = text.and_then(|text| text.format).map(response_format).transpose()?
@@ -154,6 +155,7 @@ impl ResponseRequest {
         let prompt = ChatPrompt {
             messages: Some(raw(&messages)?),
             tools: tools.as_ref().map(raw).transpose()?,
+            continue_final_message: Some(continues),
             chat_template_kwargs: reasoning_variables(self.chat_template_kwargs, effort.as_deref(), None)?,
             ..ChatPrompt::default()
         };

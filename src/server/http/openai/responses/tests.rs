@@ -48,6 +48,22 @@ fn an_input_is_the_messages_of_a_chat() {
 }
 
 #[test]
+fn an_unfinished_message_at_the_end_is_continued() {
+    let continues = |item: Value| {
+        let (chat, _) = chat_of(&json!({ "input": [{ "role": "user", "content": "Hi." }, item] })).expect("valid");
+        chat.prompt.continue_final_message == Some(true)
+    };
+    let message = |role: &str, status: Value| json!({ "role": role, "content": "I", "status": status });
+    assert!(continues(message("assistant", json!("in_progress"))));
+    assert!(continues(message("assistant", json!("incomplete"))));
+    assert!(!continues(message("assistant", json!("completed"))));
+    assert!(!continues(message("assistant", Value::Null)));
+    assert!(!continues(message("user", json!("incomplete"))));
+    let call = json!({ "type": "function_call", "call_id": "t", "name": "f", "arguments": "", "status": "incomplete" });
+    assert!(!continues(call));
+}
+
+#[test]
 fn members_have_the_names_of_a_chats() {
     let tool = json!({ "type": "function", "name": "add", "description": "Adds.", "parameters": {}, "strict": true });
     let (chat, echo) = chat_of(&json!({
