@@ -357,6 +357,35 @@ def test_usage_and_times_in_all_answers(binary):
         assert answer["usage"]["prompt_tokens_details"] == found[1]
 
 
+def test_parts_of_a_chats_prompt(binary):
+    """The tokens that a chat and a message find in the prefix cache, and those that they add to it."""
+    flags = [*SMALL_CACHE, "--mem-util", "0.2", "--enable-prompt-tokens-details"]
+    with ServerProcess(binary, FIXTURES / MODEL, flags) as server:
+        block = server.client.info().block_size
+
+        def usage(route, text, stream):
+            body = {"messages": [{"role": "user", "content": text}], "max_tokens": 1, "stream": stream}
+            body |= {"stream_options": {"include_usage": True}} if stream and route == "/v1/chat/completions" else {}
+            answer = ask(server.http_address, "POST", route, body).body
+            if not stream:
+                return answer["usage"]
+            lines = [line.removeprefix("data: ") for line in answer.splitlines() if line.startswith("data: {")]
+            return [event["usage"] for event in map(json.loads, lines) if event.get("usage")][-1]
+
+        for index, stream in enumerate((False, True)):
+            text = f"{index} and " * 20
+            first, second = (usage("/v1/chat/completions", text, stream) for _ in range(2))
+            tokens = first["prompt_tokens"]
+            added, found = first["prompt_tokens_details"], second["prompt_tokens_details"]
+            assert added["cached_tokens"] + added["created_cache_tokens"] == tokens // block * block
+            assert found["cached_tokens"] >= tokens - block > 0
+            assert found["cached_tokens"] + found["created_cache_tokens"] == tokens // block * block
+            parts = usage("/v1/messages", text, stream)
+            assert parts["cache_read_input_tokens"] == found["cached_tokens"]
+            assert parts["cache_creation_input_tokens"] == found["created_cache_tokens"]
+            assert parts["input_tokens"] == tokens % block
+
+
 def test_a_load_balancer_gets_the_load(http):
     """ORCA's header, if a request asks for it in a known format."""
     chat = ("/v1/chat/completions", {"messages": [{"role": "user", "content": "Hi"}]})

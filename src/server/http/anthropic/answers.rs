@@ -5,6 +5,7 @@ use serde_json::value::RawValue;
 use utoipa::ToSchema;
 
 use crate::engine::Summary;
+use crate::server::http::openai::answers::PromptDetails;
 
 /// The model's message.
 #[derive(Serialize, ToSchema)]
@@ -32,10 +33,14 @@ pub(super) struct MessageEnding {
 /// How many tokens a request has taken.
 #[derive(Serialize, ToSchema)]
 pub(super) struct MessageUsage {
-    /// Tokens of the prompt that were computed.
+    /// Tokens of the prompt; with the two members below, those that are in neither.
     pub(super) input_tokens: u64,
     pub(super) output_tokens: u64,
-    /// Tokens of the prompt that came from the prefix cache. Absent at the beginning of a stream.
+    /// Tokens of the prompt that the request has added to the prefix cache. Absent without
+    /// `--enable-prompt-tokens-details`, and at the beginning of a stream.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    cache_creation_input_tokens: Option<u64>,
+    /// Tokens of the prompt that came from the prefix cache. Absent as the member above.
     #[serde(skip_serializing_if = "Option::is_none")]
     cache_read_input_tokens: Option<u64>,
 }
@@ -43,15 +48,19 @@ pub(super) struct MessageUsage {
 impl MessageUsage {
     /// The figures of a request that has just begun.
     pub(super) fn at_start(input_tokens: u64) -> Self {
-        Self { input_tokens, output_tokens: 0, cache_read_input_tokens: None }
+        Self { input_tokens, output_tokens: 0, cache_creation_input_tokens: None, cache_read_input_tokens: None }
     }
 
-    /// The figures of a request that has ended.
-    pub(super) fn of(summary: &Summary) -> Self {
+    /// The figures of a request that has ended, with the parts of its prompt if they are reported.
+    pub(super) fn of(summary: &Summary, prompt: Option<PromptDetails>) -> Self {
+        let cache_read_input_tokens = prompt.map(|prompt| prompt.cached_tokens);
+        let cache_creation_input_tokens = prompt.and_then(|prompt| prompt.created_cache_tokens);
+        let parts = cache_read_input_tokens.unwrap_or(0) + cache_creation_input_tokens.unwrap_or(0);
         Self {
-            input_tokens: summary.prompt_tokens - summary.cached_tokens,
+            input_tokens: summary.prompt_tokens - parts,
             output_tokens: summary.completion_tokens,
-            cache_read_input_tokens: Some(summary.cached_tokens),
+            cache_creation_input_tokens,
+            cache_read_input_tokens,
         }
     }
 }

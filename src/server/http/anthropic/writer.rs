@@ -177,12 +177,14 @@ impl Samples for MessageWriter {
     }
 
     fn end_stream(&mut self, summary: &Summary, out: &mut Outbox) {
-        send(&MessageEvent::MessageDelta { delta: &self.ending, usage: MessageUsage::of(summary) }, out);
+        let usage = MessageUsage::of(summary, self.options.report.chat_prompt_details(summary));
+        send(&MessageEvent::MessageDelta { delta: &self.ending, usage }, out);
         send(&MessageEvent::MessageStop, out);
     }
 
     fn answer(&mut self, summary: &Summary) -> Bytes {
-        let (id, options, ending, usage) = (&self.id, &self.options, &self.ending, MessageUsage::of(summary));
+        let (id, options, ending) = (&self.id, &self.options, &self.ending);
+        let usage = MessageUsage::of(summary, options.report.chat_prompt_details(summary));
         self.kept.finish(|content| json(&message(id, options, ending, &content[0], usage)))
     }
 }

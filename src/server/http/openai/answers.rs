@@ -42,7 +42,8 @@ pub(in crate::server::http) struct Report {
     pub(in crate::server::http) returns_ids: bool,
     pub(super) returns_versions: bool,
     reports_times: bool,
-    reports_prompt_details: bool,
+    /// Tokens of a KV block, if usage figures have the parts of prompts.
+    cache_block: Option<u64>,
     /// Writes tokens beside log-probabilities as `token_id:N`.
     writes_ids: bool,
     pub(super) includes_stop: bool,
@@ -102,7 +103,7 @@ impl Report {
             returns_ids: sampling.return_token_ids.unwrap_or(false),
             returns_versions: sampling.return_weight_versions.unwrap_or(false),
             reports_times: context.reports_times,
-            reports_prompt_details: context.reports_prompt_details,
+            cache_block: context.reports_prompt_details.then_some(u64::from(info.block_size)),
             writes_ids: sampling.return_tokens_as_token_ids.unwrap_or(context.writes_token_ids),
             includes_stop: sampling.include_stop_str_in_output.unwrap_or(false),
             stop: sampling.stop_strings(),
@@ -199,9 +200,18 @@ impl Report {
         summary.times.filter(|_| self.reports_times).map(|times| RequestMetrics::new(times, summary.completion_tokens))
     }
 
-    /// The parts of the prompt's tokens, if answers have them.
-    fn prompt_details(&self, summary: &Summary) -> Option<PromptDetails> {
-        self.reports_prompt_details.then_some(PromptDetails { cached_tokens: summary.cached_tokens })
+    /// The parts of the prompts' tokens, if usage figures have them.
+    pub(in crate::server::http) fn prompt_details(&self, summary: &Summary) -> Option<PromptDetails> {
+        let cached_tokens = summary.cached_tokens;
+        self.cache_block.map(|_| PromptDetails { cached_tokens, created_cache_tokens: None })
+    }
+
+    /// The parts of a chat's only prompt, if usage figures have them.
+    pub(in crate::server::http) fn chat_prompt_details(&self, summary: &Summary) -> Option<PromptDetails> {
+        let block = self.cache_block?;
+        let whole_blocks = summary.prompt_tokens / block * block;
+        let created_cache_tokens = Some(whole_blocks.saturating_sub(summary.cached_tokens));
+        Some(PromptDetails { created_cache_tokens, ..self.prompt_details(summary)? })
     }
 
     /// The versions that made a sample's tokens, if they were requested.
@@ -280,7 +290,10 @@ impl RequestMetrics {
 #[derive(Clone, Copy, Debug, Default, Serialize, ToSchema)]
 pub(in crate::server::http) struct PromptDetails {
     /// Tokens whose keys and values came from the prefix cache.
-    cached_tokens: u64,
+    pub(in crate::server::http) cached_tokens: u64,
+    /// Tokens of a chat's prompt that the request has added to the prefix cache: those of whole KV blocks.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(in crate::server::http) created_cache_tokens: Option<u64>,
 }
 
 /// The parts of the sampled tokens.
@@ -297,20 +310,17 @@ impl Usage {
     }
 
     /// The figures of a request that has ended, for a whole answer.
-    pub(in crate::server::http) fn of(summary: &Summary, report: &Report) -> Self {
+    pub(in crate::server::http) fn of(summary: &Summary, prompt: Option<PromptDetails>) -> Self {
         Self {
-            prompt_tokens_details: Some(report.prompt_details(summary)),
+            prompt_tokens_details: Some(prompt),
             completion_tokens_details: Some(None),
             ..Self::new(summary.prompt_tokens, summary.completion_tokens)
         }
     }
 
     /// The figures of a request that has ended, for the last event of its stream.
-    pub(in crate::server::http) fn at_end(summary: &Summary, report: &Report) -> Self {
-        Self {
-            prompt_tokens_details: report.prompt_details(summary).map(Some),
-            ..Self::new(summary.prompt_tokens, summary.completion_tokens)
-        }
+    pub(in crate::server::http) fn at_end(summary: &Summary, prompt: Option<PromptDetails>) -> Self {
+        Self { prompt_tokens_details: prompt.map(Some), ..Self::new(summary.prompt_tokens, summary.completion_tokens) }
     }
 
     /// The figures with the number of the reasoning's tokens, if they are counted.
@@ -377,9 +387,15 @@ impl Chunks {
     }
 
     /// Sends the last event, if it was requested.
-    pub(super) fn end(&self, report: &Report, summary: &Summary, out: &mut VecDeque<Bytes>) {
+    pub(super) fn end(
+        &self,
+        report: &Report,
+        summary: &Summary,
+        prompt: Option<PromptDetails>,
+        out: &mut VecDeque<Bytes>,
+    ) {
         if report.usage_events != UsageEvents::None {
-            let usage = Some(Usage::at_end(summary, report).with_reasoning(self.reasoning_tokens));
+            let usage = Some(Usage::at_end(summary, prompt).with_reasoning(self.reasoning_tokens));
             let metrics = report.metrics(summary).map(RequestMetrics::in_stream);
             let system_fingerprint = Some(&*report.fingerprint);
             let chunk = self.chunk::<()>(report, &[]);

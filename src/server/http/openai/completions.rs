@@ -356,7 +356,8 @@ impl Samples for CompletionWriter {
     }
 
     fn end_stream(&mut self, summary: &Summary, out: &mut Outbox) {
-        self.chunks.end(&self.options.report, summary, out);
+        let report = &self.options.report;
+        self.chunks.end(report, summary, report.prompt_details(summary), out);
     }
 
     fn answer(&mut self, summary: &Summary) -> Bytes {
@@ -369,7 +370,7 @@ impl Samples for CompletionWriter {
                 model: &report.model,
                 choices,
                 system_fingerprint: &report.fingerprint,
-                usage: Usage::of(summary, report),
+                usage: Usage::of(summary, report.prompt_details(summary)),
                 metrics: report.metrics(summary),
                 ..CompletionAnswer::default()
             })

@@ -359,7 +359,7 @@ impl Samples for InferenceWriter {
 
     fn end_stream(&mut self, summary: &Summary, out: &mut Outbox) {
         if self.report.usage_events != UsageEvents::None {
-            self.send(&[], Some(Usage::at_end(summary, &self.report)), out);
+            self.send(&[], Some(Usage::at_end(summary, self.report.prompt_details(summary))), out);
         }
     }
 
@@ -370,7 +370,7 @@ impl Samples for InferenceWriter {
                 request_id: &self.id,
                 model: &report.model,
                 created: report.created,
-                usage: Usage::of(summary, report),
+                usage: Usage::of(summary, report.prompt_details(summary)),
                 prompt_logprobs: self.prompt_logprobs.as_ref(),
                 prompt_token_id_logprobs: self.token_id_logprobs.as_deref(),
                 prompt_token_ids: report.returns_ids.then_some(&self.prompt.tokens[..]),

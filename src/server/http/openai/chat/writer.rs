@@ -203,7 +203,8 @@ impl Samples for ChatWriter {
     }
 
     fn end_stream(&mut self, summary: &Summary, out: &mut Outbox) {
-        self.chunks.end(&self.options.report, summary, out);
+        let report = &self.options.report;
+        self.chunks.end(report, summary, report.chat_prompt_details(summary), out);
     }
 
     fn answer(&mut self, summary: &Summary) -> Bytes {
@@ -216,7 +217,8 @@ impl Samples for ChatWriter {
                 model: &report.model,
                 choices,
                 system_fingerprint: &report.fingerprint,
-                usage: Usage::of(summary, report).with_reasoning(self.chunks.reasoning_tokens),
+                usage: Usage::of(summary, report.chat_prompt_details(summary))
+                    .with_reasoning(self.chunks.reasoning_tokens),
                 metrics: report.metrics(summary),
                 prompt_logprobs: self.prompt_logprobs.as_ref(),
                 prompt_token_ids: report.returns_ids.then_some(&self.prompt.tokens[..]),
