@@ -40,11 +40,13 @@ SUM_PARTS(6)
 SUM_PARTS(7)
 SUM_PARTS(8)
 
-// out[row] = the columns of that row of all ranks side by side; each rank has `[rows, width]`. A block for each row and
-// each rank.
-extern "C" __global__ void join_columns(const float *parts, int width, float *out) {
-    int64_t row = blockIdx.x, rank = blockIdx.y, rows = gridDim.x, ranks = gridDim.y;
+// out[row] = the columns of that row of all ranks side by side; each rank has `[rows, width]`, and those of the last rank
+// beyond `columns` are left out. A block for each row and each rank.
+extern "C" __global__ void join_columns(const float *parts, int width, float *out, int columns) {
+    int64_t row = blockIdx.x, rank = blockIdx.y, rows = gridDim.x;
     const float *from = parts + (rank * rows + row) * width;
-    float *to = out + (row * ranks + rank) * width;
-    for (int column = threadIdx.x; column < width; column += blockDim.x) to[column] = from[column];
+    int64_t first = rank * width;
+    float *to = out + row * columns + first;
+    int64_t end = columns - first < width ? columns - first : width;
+    for (int64_t column = threadIdx.x; column < end; column += blockDim.x) to[column] = from[column];
 }

@@ -67,8 +67,9 @@ impl RankGroup {
         self.inner.all_reduce_sum(x)
     }
 
-    /// Gathers the columns of all ranks: `local` is this rank's `[rows, n]`, and `out` becomes `[rows, n * world]` with
-    /// rank 0's columns first. Both are contiguous.
+    /// Gathers the columns of all ranks: `local` is this rank's `[rows, n]`, and `out` becomes `[rows, columns]` with
+    /// rank 0's first. If `columns` is less than `n * world`, the last rank's columns beyond it are left out. Both are
+    /// contiguous.
     ///
     /// # Errors
     /// If the device fails.

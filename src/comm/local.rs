@@ -90,18 +90,18 @@ impl Communicator for LocalGroup {
     }
 
     fn all_gather_columns(&self, local: &Tensor, out: &Tensor) -> Result<()> {
-        let (rows, columns) = local.dims2()?;
-        let world = self.world();
-        assert_eq!(out.dims2()?, (rows, columns * world), "the gathered tensor holds every rank's columns");
+        let ((rows, columns), world) = (local.dims2()?, self.world());
+        let (out_rows, width) = out.dims2()?;
+        assert!(out_rows == rows && width > columns * (world - 1) && width <= columns * world, "{width} columns");
         with_f32(local, |local| {
             with_f32_mut(out, |out| {
                 self.exchange(local.as_ptr().cast_mut(), |buffers| {
-                    for (r, row) in out.chunks_exact_mut(columns * world).enumerate() {
-                        for (part, buffer) in row.chunks_exact_mut(columns).zip(buffers) {
+                    for (r, row) in out.chunks_exact_mut(width).enumerate() {
+                        for (part, buffer) in row.chunks_mut(columns).zip(buffers) {
                             // SAFETY: every rank shows a `[rows, columns]` buffer, which lives until the closing
                             // barrier and which no rank writes before that.
                             part.copy_from_slice(unsafe {
-                                std::slice::from_raw_parts(buffer.add(r * columns).cast_const(), columns)
+                                std::slice::from_raw_parts(buffer.add(r * columns).cast_const(), part.len())
                             });
                         }
                     }
@@ -170,6 +170,21 @@ mod tests {
         });
         for out in outs {
             assert_eq!(out, [[0.0, 1.0, 10.0, 11.0], [2.0, 3.0, 12.0, 13.0]]);
+        }
+    }
+
+    #[test]
+    fn columns_beyond_the_gathered_tensor_are_left_out() {
+        let outs = on_ranks(2, |group| {
+            let base = 10.0 * group.rank() as f32;
+            let local: Vec<f32> = (0..6).map(|i| base + i as f32).collect();
+            let local = Tensor::from_vec(local, (2, 3), &Device::Cpu).unwrap();
+            let out = Tensor::zeros((2, 5), candle_core::DType::F32, &Device::Cpu).unwrap();
+            group.all_gather_columns(&local, &out).unwrap();
+            out.to_vec2::<f32>().unwrap()
+        });
+        for out in outs {
+            assert_eq!(out, [[0.0, 1.0, 2.0, 10.0, 11.0], [3.0, 4.0, 5.0, 13.0, 14.0]]);
         }
     }
 }

@@ -23,8 +23,9 @@ pub trait Communicator: HostCollective + Send {
     fn rank(&self) -> usize;
     /// Replaces `x` by its sum over all ranks. `x` is contiguous float32 and has the same shape on every rank.
     fn all_reduce_sum(&self, x: &Tensor) -> Result<()>;
-    /// Gathers the columns of all ranks: `local` is this rank's `[rows, n]`, and `out` becomes `[rows, n * world]` with
-    /// rank 0's columns first. With one rank both are the same tensor, and nothing happens.
+    /// Gathers the columns of all ranks: `local` is this rank's `[rows, n]`, and `out` becomes `[rows, columns]` with
+    /// rank 0's first. If `columns` is less than `n * world`, the last rank's columns beyond it are left out. With one
+    /// rank both are the same tensor, and nothing happens.
     fn all_gather_columns(&self, local: &Tensor, out: &Tensor) -> Result<()>;
     /// Allocates the memory that calls reuse, if it is not there yet: a rank that ran out of memory in a call would
     /// leave the others waiting.

@@ -7,7 +7,7 @@ use serde::Deserialize;
 use crate::config::MAX_RANKS;
 use crate::error::{Error, Result};
 use crate::types::TokenId;
-use crate::weights::{Dtype, ModelFiles, head_range};
+use crate::weights::{Dtype, ModelFiles, head_range, padded_share};
 
 pub use rope::{RopeConfig, RopeScaling};
 
@@ -151,15 +151,14 @@ impl ModelConfig {
         Err(bad(format!("`--tp {world}` is incompatible with {obstacle}. Valid here: {}.", sizes.join(", "))))
     }
 
-    /// Shards are even, including the vocabulary's: padding it would give logits of tokens that do not exist.
     fn tensor_parallel_obstacle(&self, world: usize) -> Option<String> {
-        let even = [
-            ("attention heads", self.num_heads),
-            ("intermediate features", self.intermediate_size),
-            ("tokens of the vocabulary", self.vocab_size),
-        ];
+        let even = [("attention heads", self.num_heads), ("intermediate features", self.intermediate_size)];
         if let Some((what, n)) = even.into_iter().find(|(_, n)| world == 0 || !n.is_multiple_of(world)) {
             return Some(format!("{n} {what}: it must divide them"));
+        }
+        let vocabulary = self.vocab_size;
+        if padded_share(vocabulary, world) * (world - 1) >= vocabulary {
+            return Some(format!("{vocabulary} tokens of the vocabulary: each rank needs some"));
         }
         let kv_heads = self.num_kv_heads;
         let uneven = || format!("{kv_heads} key-value heads: one must be a multiple of the other");

@@ -144,8 +144,8 @@ impl Parameterized for Linear {
     }
 }
 
-/// A matrix with one row per token of the vocabulary, split evenly over ranks: the token embedding, the head, or both
-/// where they are tied.
+/// A matrix with one row per token of the vocabulary, split over ranks: the token embedding, the head, or both where
+/// they are tied. If the vocabulary is not divided evenly, the last rank's matrix ends with rows of zeros.
 pub struct VocabularyMatrix {
     /// Whether adapters can change its output, as they can that of a head which is not tied to the embedding.
     is_target: bool,
@@ -156,10 +156,10 @@ pub struct VocabularyMatrix {
 
 impl VocabularyMatrix {
     pub fn new(build: &Build, is_target: bool, name: &str, vocab: usize, hidden: usize) -> Result<Self> {
-        let spec = ParamSpec::new(name, vec![vocab, hidden], ShardRule::Rows);
-        let rows = build.partition.slice(&spec)?.rows;
-        let matrix = build.matrix(rows.len(), hidden, 1);
-        Ok(Self { is_target, matrix, spec, first_token: rows.start })
+        let spec = ParamSpec::new(name, vec![vocab, hidden], ShardRule::PaddedRows);
+        let first_token = build.partition.slice(&spec)?.rows.start;
+        let matrix = build.matrix(build.partition.padded_share(vocab), hidden, 1);
+        Ok(Self { is_target, matrix, spec, first_token })
     }
 
     pub fn name(&self) -> &str {
@@ -172,7 +172,8 @@ impl VocabularyMatrix {
         Ok(ops.embed(&self.matrix, self.first_token, step, out)?)
     }
 
-    /// Logits of this rank's part of the vocabulary, `out = x Wᵀ`. A gather over ranks must follow.
+    /// Logits of this rank's part of the vocabulary, `out = x Wᵀ`. A gather over ranks must follow, which leaves
+    /// out the columns beyond the vocabulary.
     pub fn logits(&self, ops: &Ops, x: &Tensor, out: &Tensor) -> Result<()> {
         Ok(ops.linear(x, &self.matrix, None, out)?)
     }

@@ -97,7 +97,7 @@ impl<T> StepBuffers<T> {
 
 impl HeadBuffers<usize> {
     fn plan(config: &ModelConfig, build: &Build) -> Self {
-        let local_vocab = build.partition.share(config.vocab_size);
+        let local_vocab = build.partition.padded_share(config.vocab_size);
         Self {
             selected: config.hidden_size,
             local_logits: local_vocab,

@@ -12,7 +12,9 @@ pub use checkpoint::{
     Checkpoint, FileStamp, GgufCheckpoint, GgufMetadata, ModelFiles, ModelSource, SafetensorsCheckpoint, TokenizerFiles,
 };
 pub use lora::{Adapter, AdapterSpec, AdapterTensor, Factors};
-pub use parameters::{Dtype, ParamSpec, Parameters, Partition, ShardRule, Slice, TensorData, head_range, matrix_shape};
+pub use parameters::{
+    Dtype, ParamSpec, Parameters, Partition, ShardRule, Slice, TensorData, head_range, matrix_shape, padded_share,
+};
 pub(crate) use push::{BROADCAST_BUFFER_BYTES, largest_broadcast, most_announced};
 pub use push::{DeclaredPush, ReceiveMode, ReceivingPush, Segments, Sources, StagingBytes, VerifiedPush};
 pub use update::{

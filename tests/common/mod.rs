@@ -393,14 +393,19 @@ impl Push {
         Self { adapter_config, ..Self::new(UpdateKind::Lora, tensors) }
     }
 
-    /// A push of an adapter on all linear layers, with the same values each time.
+    /// A push of an adapter on all linear layers of the blocks, with the same values each time.
     pub fn lora_of_all(parameters: &Parameters) -> Self {
-        const MODULES: [&str; 7] = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"];
+        let modules = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"];
+        Self::lora_of(parameters, &modules)
+    }
+
+    /// A push of an adapter on these linear layers, with the same values each time.
+    pub fn lora_of(parameters: &Parameters, modules: &[&str]) -> Self {
         const RANK: usize = 2;
         let mut tensors = Vec::new();
         for spec in parameters.iter() {
             let Some(module) = spec.name.strip_suffix(".weight") else { continue };
-            if MODULES.iter().any(|name| module.ends_with(name)) {
+            if modules.iter().any(|name| module.ends_with(name)) {
                 for (part, shape) in [("A", [RANK, spec.shape[1]]), ("B", [spec.shape[0], RANK])] {
                     let values: Vec<f32> = (0..shape[0] * shape[1]).map(|i| (i % 7) as f32 / 70.0 - 0.04).collect();
                     let name = format!("base_model.model.{module}.lora_{part}.weight");
@@ -409,7 +414,7 @@ impl Push {
             }
         }
         let adapter_config = serde_json::json!({
-            "peft_type": "LORA", "r": RANK, "lora_alpha": RANK, "target_modules": MODULES,
+            "peft_type": "LORA", "r": RANK, "lora_alpha": RANK, "target_modules": modules,
         });
         Self { adapter_config: adapter_config.to_string(), ..Self::new(UpdateKind::Lora, tensors) }
     }

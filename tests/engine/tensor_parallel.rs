@@ -1,9 +1,10 @@
 //! Every number of ranks that a refusal lists as possible starts, and computes the results of one rank.
 
 use rand::{Rng, SeedableRng};
+use rollout_server::engine::{AdapterTarget, DrainMode, SleepLevel};
 use serde_json::{Value, json};
 
-use crate::common::{Engine, Request, StateDict, random_prompts, write_checkpoint};
+use crate::common::{Engine, Push, Request, StateDict, random_prompts, random_weights, write_checkpoint};
 
 /// Shape of a random Llama: number of attention heads of 16 values, number of key-value heads, width of the MLP.
 struct Shape {
@@ -12,8 +13,8 @@ struct Shape {
     intermediate: usize,
 }
 
-/// Vocabulary size, divisible by 1, 2, 3, 4, 5, 6, 10, 12, ... ranks.
-const VOCAB: usize = 540;
+/// Vocabulary size, a prime: the last of several ranks has fewer tokens than the others.
+const VOCAB: usize = 509;
 const HIDDEN: usize = 64;
 
 impl Shape {
@@ -99,6 +100,59 @@ fn every_listed_number_of_ranks_serves_the_model_of_one() {
                 // rounded.
                 let tolerance = if dtype == "float32" { 1e-4 } else { 0.1 };
                 assert!(apart < tolerance, "{dtype} --tp {tp}: {apart:e}");
+            }
+        }
+    }
+}
+
+/// Everything that reads or writes the embedding and the head: tokens, log-probabilities, pushes of all kinds, resident
+/// adapters, checksums, and sleep.
+#[test]
+fn an_uneven_vocabulary_has_the_bits_of_one_rank() {
+    let checkpoint = Shape { heads: 8, kv_heads: 4, intermediate: 128 }.checkpoint();
+    for dtype in ["float32", "bfloat16"] {
+        let run = |tp: &str| {
+            let flags = ["--dtype", dtype, "--tp", tp, "--max-adapters", "1"];
+            let engine = Engine::try_start_at(checkpoint.path(), &flags).unwrap_or_else(|e| panic!("--tp {tp}: {e}"));
+            let mut found = Vec::new();
+            let mut note = |what: &'static str, adapter: Option<&str>| {
+                let mut prompts = random_prompts(33, 3, 5..40, VOCAB as u32);
+                prompts.push((VOCAB as u32 - 9..VOCAB as u32).collect());
+                let of = |request: Request| Request { adapter: adapter.map(Into::into), ..request };
+                let scored = engine.generate(of(Request::score(prompts.clone())));
+                let scored: Vec<u32> =
+                    scored.prompt_logprobs.iter().flat_map(|(_, all)| all.iter().map(|t| t.raw.to_bits())).collect();
+                let sampled = engine.generate(of(Request::generate(prompts, 2, 7, 24))).bits();
+                found.push((what, scored, sampled, engine.checksums()));
+            };
+            note("the checkpoint", None);
+            let before = random_weights(engine.parameters(), 34);
+            engine.push(Push::full(&before)).expect("full");
+            note("a full push", None);
+            let mut after = before.clone();
+            for name in ["model.embed_tokens.weight", "lm_head.weight"] {
+                let values = &mut after.get_mut(name).expect("the model has it").1;
+                values.iter_mut().rev().step_by(53).for_each(|x| *x += 0.25);
+            }
+            engine.push(Push::delta(&before, &after, 1)).expect("delta");
+            note("a delta", None);
+            let adapter = Push::lora_of(engine.parameters(), &["q_proj", "down_proj", "lm_head"]);
+            engine.push(adapter.clone()).expect("merged");
+            note("a merged adapter", None);
+            engine.push(Push::base()).expect("base");
+            let target = AdapterTarget { name: "a".into(), expected_generation: Some(0), evicts: false };
+            engine.push(Push { adapter: Some(target), ..adapter }).expect("resident");
+            note("a resident adapter", Some("a"));
+            engine.sleep(SleepLevel::One, DrainMode::Wait).expect("asleep");
+            engine.wake(true, true).expect("awake");
+            note("after sleep", None);
+            engine.assert_all_free();
+            found
+        };
+        let one = run("1");
+        for tp in ["2", "4"] {
+            for (mine, expected) in run(tp).iter().zip(&one) {
+                assert!(mine == expected, "{dtype} --tp {tp}: {} differs from one rank", expected.0);
             }
         }
     }

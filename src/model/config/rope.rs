@@ -111,7 +111,9 @@ fn scaling(parameters: &Value) -> Result<RopeScaling> {
         None if parameters.get("factor").is_some() => {
             Err(Error::Config("config.json: rope_scaling has a factor but no rope_type".into()))
         }
-        None | Some("default") => Ok(RopeScaling::None),
+        // The frequencies of dynamic scaling are those without scaling up to `max_position_embeddings`, beyond which no
+        // sequence is served.
+        None | Some("default" | "dynamic") => Ok(RopeScaling::None),
         Some("linear") => Ok(RopeScaling::Linear { factor: number("factor")? }),
         Some("llama3") => {
             let (low_freq_factor, high_freq_factor) = (number("low_freq_factor")?, number("high_freq_factor")?);
@@ -135,7 +137,7 @@ fn scaling(parameters: &Value) -> Result<RopeScaling> {
             divisors.map(RopeScaling::Divisors).ok_or_else(|| Error::Config("a rope divisor is not positive".into()))
         }
         Some(other) => Err(Error::Config(format!(
-            "config.json: rope scaling {other} is not supported; supported are default, linear and llama3"
+            "config.json: rope scaling {other} is not supported; supported are default, dynamic, linear and llama3"
         ))),
     }
 }

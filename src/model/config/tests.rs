@@ -183,6 +183,12 @@ fn what_would_be_served_wrongly_is_refused_by_name() {
 }
 
 #[test]
+fn dynamic_scaling_is_none_up_to_the_positions_of_the_model() {
+    let dynamic = parse(&json!({"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}));
+    assert_eq!(dynamic, parse(&json!({})));
+}
+
+#[test]
 fn tensor_parallel_sizes_are_those_that_divide_everything() {
     let config = parse(&json!({}));
     assert_eq!(config.tensor_parallel_sizes(), [1, 2, 4, 8]);
@@ -198,12 +204,14 @@ fn tensor_parallel_sizes_are_those_that_divide_everything() {
     let Err(Error::Config(message)) = smol.check_tensor_parallel(9) else { panic!("1536 features in 9") };
     assert!(message.contains("with 1536 intermediate features: it must divide them. Valid here: 1, 3."), "{message}");
     assert!(smol.check_tensor_parallel(0).is_err() && smol.check_tensor_parallel(3).is_ok());
-    let few = json!({"num_attention_heads": 12, "hidden_size": 96, "num_key_value_heads": 4, "vocab_size": 510,
-        "intermediate_size": 96});
-    assert_eq!(parse(&few).tensor_parallel_sizes(), [1, 2], "the vocabulary is divided evenly, never padded");
-    let few = json!({"num_attention_heads": 12, "hidden_size": 96, "num_key_value_heads": 4, "vocab_size": 516,
-        "intermediate_size": 96});
-    assert_eq!(parse(&few).tensor_parallel_sizes(), [1, 2, 4, 12]);
+    let with = |vocabulary: usize| {
+        parse(&json!({"num_attention_heads": 12, "hidden_size": 96, "num_key_value_heads": 4,
+            "vocab_size": vocabulary, "intermediate_size": 96}))
+    };
+    assert_eq!(with(509).tensor_parallel_sizes(), [1, 2, 4, 12], "the last rank may have fewer tokens");
+    assert_eq!(with(13).tensor_parallel_sizes(), [1, 2, 4]);
+    let Err(Error::Config(message)) = with(13).check_tensor_parallel(12) else { panic!("13 tokens on 12 ranks") };
+    assert!(message.contains("with 13 tokens of the vocabulary: each rank needs some. Valid"), "{message}");
 }
 
 /// Shapes that divide in many ways, with shares of the reductions that are not multiples of 16, of 2, or of anything.

@@ -41,8 +41,8 @@ fn no_options() -> Kwargs {
 }
 
 /// `source` with the tags that minijinja does not have, or reads otherwise, written as tags that it has:
-/// - `generation` and `endgeneration`, with which transformers marks what a model generates, become comments, which trim
-///   white space alike.
+/// - `generation` and `endgeneration`, with which transformers marks a model's text, become comments, which trim white
+///   space alike.
 /// - `raw` gets the mark that keeps the newline after it: Jinja trims the newline after every block but this one.
 pub(super) fn with_known_tags(source: Arc<str>) -> Arc<str> {
     let replace = |source: Arc<str>, tag: &str, with: &str| {

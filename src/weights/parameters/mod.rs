@@ -12,7 +12,7 @@ use crate::error::Result;
 
 pub(in crate::weights) use names::{EMBEDDING, ParameterMapping, largest_tensor_bytes, nearest, resolve};
 pub use partition::Partition;
-pub use shard::{ParamSpec, ShardRule, Slice, head_range, matrix_shape};
+pub use shard::{ParamSpec, ShardRule, Slice, head_range, matrix_shape, padded_share};
 pub use tensor::{Dtype, TensorData};
 pub(in crate::weights) use tensor::{slice_of_bytes, tensor_of_bytes};
 

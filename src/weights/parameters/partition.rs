@@ -2,7 +2,7 @@
 
 use rollout_kernels::reduction_leaves;
 
-use super::{ParamSpec, Slice};
+use super::{ParamSpec, Slice, padded_share};
 use crate::error::Result;
 
 /// One rank among all. Layers hand it to the shard rules, and never look at the rank's number.
@@ -51,6 +51,11 @@ impl Partition {
     pub fn share(self, len: usize) -> usize {
         assert!(len.is_multiple_of(self.world), "{len} is not divided by {}", self.world);
         len / self.world
+    }
+
+    /// How many of `len` items this rank has room for if the last rank may have fewer.
+    pub fn padded_share(self, len: usize) -> usize {
+        padded_share(len, self.world)
     }
 
     /// How many of `heads` attention heads this rank holds: an even part, or one that it shares with other ranks where

@@ -12,8 +12,11 @@ use crate::error::{Error, Result};
 pub enum ShardRule {
     /// Every rank holds the whole.
     Replicated,
-    /// Dimension 0 is split evenly: vocabulary, gate and up projections and their biases.
+    /// Dimension 0 is split evenly: gate and up projections and their biases.
     Rows,
+    /// Dimension 0 is split into parts of [`padded_share`] rows, of which the last may be shorter: embedding and head.
+    /// Its rank stores it and computes with it as if it were not.
+    PaddedRows,
     /// Dimension 0 is split by whole attention heads of `head_dim` rows. With fewer heads than ranks, as keys and
     /// values may have, rank `r` of `w` holds the one head `r * heads / w`, so that each head is on `w / heads`
     /// neighbouring ranks.
@@ -79,6 +82,7 @@ impl ShardRule {
         match self {
             Self::Replicated => Ok(whole),
             Self::Rows => Ok(Slice { rows: even_part(whole.rows.end, rank, world, "rows", shape)?, ..whole }),
+            Self::PaddedRows => Ok(Slice { rows: padded_part(whole.rows.end, rank, world, shape)?, ..whole }),
             Self::Columns if shape.len() == 2 => {
                 Ok(Slice { cols: even_part(whole.cols.end, rank, world, "columns", shape)?, ..whole })
             }
@@ -128,6 +132,22 @@ pub fn head_range(heads: usize, rank: usize, world: usize) -> Result<Range<usize
     }
     let part = heads / world;
     Ok(rank * part..(rank + 1) * part)
+}
+
+/// How many of `len` items each of `world` ranks has room for, if the last rank may have fewer.
+pub fn padded_share(len: usize, world: usize) -> usize {
+    len.div_ceil(world)
+}
+
+/// The rows of rank `rank` among shares of equal length, of which the last may be cut.
+fn padded_part(len: usize, rank: usize, world: usize, shape: &[usize]) -> Result<Range<usize>> {
+    let part = padded_share(len, world);
+    if part * (world - 1) >= len {
+        return Err(Error::Config(format!(
+            "the {len} rows of shape {shape:?}, {part} for each of {world} ranks, leave none for the last"
+        )));
+    }
+    Ok(rank * part..len.min((rank + 1) * part))
 }
 
 /// The indices of rank `rank` if `len` of them are divided evenly. `what` they are called in errors.

@@ -49,6 +49,11 @@ fn shards_of_every_rule_make_up_the_whole() {
         for (i, holders) in holders(ShardRule::Rows, &[a * world], world).into_iter().enumerate() {
             assert_eq!(holders, [i / a], "{context}");
         }
+        // The last rank of several may have fewer rows, but has some.
+        let rows = a * world - rng.random_range(0..a);
+        for (i, holders) in holders(ShardRule::PaddedRows, &[rows, b], world).into_iter().enumerate() {
+            assert_eq!(holders, [i / (a * b)], "{context}, {rows} rows");
+        }
         for (i, holders) in holders(ShardRule::Columns, &[b, a * world], world).into_iter().enumerate() {
             assert_eq!(holders, [i % (a * world) / a], "{context}");
         }
@@ -88,6 +93,8 @@ fn indivisible_shapes_are_refused_with_the_numbers() {
     let columns = config_error(columns.slice(0, 3));
     assert!(columns.starts_with("model.layers.0.mlp.down_proj.weight: the 10 columns"), "{columns}");
     assert!(config_error(ShardRule::Columns.slice(&[12], 0, 3)).contains("must be a matrix"));
+    let few = config_error(ShardRule::PaddedRows.slice(&[5, 3], 0, 4));
+    assert_eq!(few, "the 5 rows of shape [5, 3], 2 for each of 4 ranks, leave none for the last");
     let heads = ShardRule::Heads { heads: 3, head_dim: 4 };
     assert_eq!(config_error(heads.slice(&[12, 5], 0, 2)), "3 heads cannot be divided among 2 ranks");
     assert!(config_error(heads.slice(&[13, 5], 0, 1)).contains("[13, 5] is not 3 heads of 4 rows"));
