@@ -74,6 +74,7 @@ pub fn context(engine: EngineHandle) -> ServingContext {
         trainers,
         forces_usage: false,
         reports_times: false,
+        reports_prompt_details: false,
         writes_token_ids: false,
     }
 }
