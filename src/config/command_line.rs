@@ -133,7 +133,7 @@ const FLAGS: &[Row] = &[
     (&["kv-transfer-config", "kv-events-config", "ec-transfer-config"], One, Rejected("keys and values stay in the server that computed them")),
     (&["distributed-executor-backend"], One, Always("ranks are threads of one process")),
     (&["disable-custom-all-reduce"], Switch, Always("sums over ranks are added in a tree; the alternative is --all-reduce nccl")),
-    (&["worker-extension-cls", "worker-cls"], One, Always("weights are pushed over gRPC or HTTP, without code in the workers")),
+    (&["worker-extension-cls", "worker-cls"], One, Always("weights are pushed over gRPC or HTTP, without code in the workers; there is no /collective_rpc")),
     (&["weight-transfer-config"], One, Always("each transport of weights is always available")),
     // Serving
     (&["max-num-batched-tokens", "chunked-prefill-size"], One, Same("max-batch-tokens")),
@@ -154,7 +154,7 @@ const FLAGS: &[Row] = &[
     (&["logprobs-mode"], One, Only(&["processed_logprobs"], "requests choose with logprobs_mode, \"raw\" or \"processed\"; the default is processed")),
     (&["seed", "random-seed"], One, Always("requests give their seeds; without one, the server draws and returns it")),
     (&["enable-auto-tool-choice"], Switch, Always("calls of tools are always parsed")),
-    (&["tool-call-parser"], One, Always("the format of tool calls is found from the chat template")),
+    (&["tool-call-parser"], One, Only(&["hermes", "llama3_json", "mistral", "qwen", "qwen25", "llama3"], "the chat template says which of the formats hermes, llama3_json and mistral the model writes")),
     (&["structured-outputs-config", "guided-decoding-backend", "grammar-backend"], One, Always("llguidance is the only backend, and computes all grammars")),
     (&["reasoning-config"], One, Always("the marks of reasoning are <think> and </think>")),
     (&["exclude-tools-when-tool-choice-none"], Switch, Rejected("leave tools out of such requests")),
@@ -182,7 +182,7 @@ const FLAGS: &[Row] = &[
     (&["middleware"], One, Rejected("code cannot be loaded into the server; put a proxy in front of it")),
     (&["uds"], One, Rejected("the server listens on --host and --port")),
     (&["api-server-count", "-asc", "renderer-num-workers", "tokenizer-worker-num"], One, Always("one process serves all connections with a thread per core")),
-    (&["enable-scale-out", "tokens-only", "enable-tokenizer-info-endpoint", "enable-server-load-tracking"], Switch, Always("its routes are always there")),
+    (&["enable-scale-out", "tokens-only", "enable-tokenizer-info-endpoint", "enable-server-load-tracking"], Switch, Always("those of its routes that this server has are always there (docs/http.md)")),
     (&["enable-request-id-headers"], Switch, Rejected("the id of an answer has the request's X-Request-Id")),
     // Observability
     (&["uvicorn-log-level", "log-level"], One, Same("log")),

@@ -333,7 +333,9 @@ CASES = {
     "features": Case({"mm_hashes": {}, "mm_placeholders": {}}, routes="G"),
     "content_parts": Case([{"type": "text", "text": "a"}], routes="G"),
     "token_offsets": Case([[0, 1]], routes="G"),
-    "reasoning_ended": Case(True, routes="G"),
+    "reasoning_ended": Case(
+        False, changed, {**THINKS, "structured_outputs": {"regex": "[0-9]{3}"}}, routes="G", model="thinker"
+    ),
     "reasoning_parser_kwargs": Case({"chat_template_kwargs": {}}, routes="G"),
     "output_mode: text": Case("text", lambda reply, _: bool(reply.text), routes="G"),
     "output_mode: derender": Case("derender", lambda reply, _: bool(reply.message), routes="G"),

@@ -59,6 +59,8 @@ ROUTES = {
     "GET /ping": NONE,
     "POST /ping": BODY,
     "POST /invocations": Request({"prompt": "a", **ONE}),
+    "POST /adapters": BODY,
+    "DELETE /adapters/{adapter_name}": Request(path="/adapters/a", statuses=(404,)),
     "GET /load": NONE,
     "GET /version": NONE,
     "GET /metrics": NONE,

@@ -1,5 +1,7 @@
 //! Pause, sleep, wake, caches and aborts as in vLLM: with the arguments in the query, and its defaults.
 
+use std::time::Duration;
+
 use axum::Json;
 use axum::extract::State;
 use axum::response::Response;
@@ -16,6 +18,10 @@ use crate::server::{convert, lifecycle, pb};
 /// Modes for running requests. The first is the default, as in vLLM.
 const MODES: [(&str, DrainMode); 3] =
     [("abort", DrainMode::Abort), ("wait", DrainMode::Wait), ("keep", DrainMode::Keep)];
+
+/// How long a pause that ends requests waits before it answers, as in vLLM: the last events of their streams are on
+/// their way to other connections.
+const LAST_EVENTS: Duration = Duration::from_millis(20);
 
 #[derive(Serialize, ToSchema)]
 pub(super) struct Done {
@@ -36,8 +42,11 @@ pub(super) struct Done {
 pub(super) async fn pause(State(app): State<AppState>, query: Query) -> HttpResult<Response> {
     let (mode, clear) = (query.choice("mode", &MODES)?, query.flag("clear_cache", true)?);
     lifecycle::pause(&app.server, mode).await?;
-    if clear && mode != DrainMode::Keep {
-        lifecycle::reset_prefix_cache(&app.server).await?;
+    if mode != DrainMode::Keep {
+        if clear {
+            lifecycle::reset_prefix_cache(&app.server).await?;
+        }
+        tokio::time::sleep(LAST_EVENTS).await;
     }
     Ok(query.ignored(&["mode", "clear_cache"]).name_in(Json(Done { status: "paused" })))
 }

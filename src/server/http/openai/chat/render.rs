@@ -30,7 +30,8 @@ pub(in crate::server::http) struct Rendered {
     content_parts: Null,
     sampling_params: RenderedSampling,
     model: String,
-    /// False if a grammar constrains only the text after the reasoning; else absent.
+    /// False if a grammar constrains only the text after the reasoning, true if `include_reasoning` is false; else
+    /// absent.
     #[serde(skip_serializing_if = "Option::is_none")]
     reasoning_ended: Option<bool>,
     stream: bool,
@@ -173,7 +174,10 @@ pub(in crate::server::http) async fn render(
         token_ids: request.prompts.first().map_or_else(Vec::new, |prompt| prompt.tokens.to_vec()),
         sampling_params,
         model: options.report.model,
-        reasoning_ended: options.spared.map(|_| false),
+        reasoning_ended: match options.spared {
+            Some(_) => Some(false),
+            None => (!options.includes_reasoning).then_some(true),
+        },
         stream: options.report.is_stream,
         stream_options,
         return_token_ids: options.report.returns_ids.then_some(true),

@@ -1,5 +1,6 @@
 //! Items of an input, as messages of a chat.
 
+use serde::de::IgnoredAny;
 use serde::{Deserialize, Deserializer};
 use utoipa::ToSchema;
 
@@ -24,6 +25,7 @@ struct Item {
     role: Option<String>,
     content: Option<Parts>,
     summary: Option<Parts>,
+    encrypted_content: Option<IgnoredAny>,
     call_id: Option<String>,
     name: Option<String>,
     arguments: Option<String>,
@@ -109,6 +111,10 @@ impl Item {
                 let id = given(self.call_id, path, "call_id")?;
                 let texts = given(self.output, path, "output")?.into_texts(&format!("{path}.output"))?;
                 messages.push(ChatMessage::result(id, texts.join("\n")));
+            }
+            "reasoning" if self.encrypted_content.is_some() => {
+                let message = "is not supported: reasoning is not encrypted here; send its text in content";
+                return Err(Error::invalid(format!("{path}.encrypted_content"), message));
             }
             "reasoning" => {
                 let parts = self.content.filter(|parts| !parts.0.is_empty()).or(self.summary);

@@ -96,6 +96,7 @@ fn a_wrong_member_is_named() {
         ("input", json!([{ "role": "user", "content": [{ "type": "input_image" }] }]), "input[0].content[0].type"),
         ("input", json!([{ "type": "item_reference", "id": "a" }]), "input[0].type"),
         ("input", json!([{ "type": "function_call", "call_id": "a" }]), "input[0].name"),
+        ("input", json!([{ "type": "reasoning", "encrypted_content": "x" }]), "input[0].encrypted_content"),
         ("input", json!([{ "type": "function_call_output", "output": "a" }]), "input[0].call_id"),
         ("previous_response_id", json!("resp_1"), "previous_response_id"),
         ("background", json!(true), "background"),
