@@ -36,6 +36,7 @@ pub(crate) trait Kernel {
 
     /// Whether the kernel uses [`Lanes::dot_pairs`] or [`Lanes::rounded_pairs`], for which avx512_bf16 has
     /// instructions.
+    #[cfg_attr(not(target_arch = "x86_64"), expect(dead_code, reason = "only x86-64 has the instruction"))]
     const DOT_PAIRS: bool = false;
 
     fn run<L: Lanes>(self) -> Self::Output;
