@@ -12,7 +12,9 @@ use rollout_kernels::cpu::logits::{
 use rollout_kernels::cpu::{
     Cpu, Isa, KvBlocks, PackedMatrix, Rows, RowsMut, add_rms_norm, linear, paged_attention, rope, silu_mul,
 };
-use rollout_kernels::{AttentionSequence, AttentionShape, KvLayout, StorageDtype, TensorView, reduction_leaves};
+use rollout_kernels::{
+    AttentionSequence, AttentionShape, KvLayout, RotaryPositions, StorageDtype, TensorView, reduction_leaves,
+};
 use std::hint::black_box;
 use std::ops::Range;
 use std::time::Duration;
@@ -395,9 +397,10 @@ fn elementwise(c: &mut Criterion) {
             let width = model.heads * model.head_dim;
             let (mut q, table) = (values(m * width), values(m * model.head_dim / 2));
             let positions: Vec<u32> = (0..m as u32).collect();
+            let positions = RotaryPositions { positions: &positions, axes: 1, axis_of: &[] };
             group.throughput(Throughput::BytesDecimal(8 * (m * width) as u64));
             group.bench_function(BenchmarkId::new("rope", m), |b| {
-                b.iter(|| rope(&cpu, RowsMut::dense(&mut q, width), model.head_dim, &positions, &table, &table))
+                b.iter(|| rope(&cpu, RowsMut::dense(&mut q, width), model.head_dim, positions, &table, &table))
             });
         }
     }

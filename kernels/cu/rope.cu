@@ -2,16 +2,22 @@
 
 #include <stdint.h>
 
-// Rotates each head of each row in place, each first half with the second; cos and sin are [positions, head_dim / 2].
-// One block for each row.
+// Rotates each head of each row in place, each first half with the second; positions are [rows, axes], cos and sin
+// [positions, head_dim / 2]. Two bits of axes0 to axes3 for each frequency are the axis of its position, 32 frequencies
+// a word (`packed` in src/cuda/rope.rs). One block for each row.
 extern "C" __global__ void rope(float *x, int64_t x_stride, int heads, int head_dim, const uint32_t *positions,
-                                const float *cos, const float *sin) {
+                                int axes, const float *cos, const float *sin, uint64_t axes0, uint64_t axes1,
+                                uint64_t axes2, uint64_t axes3) {
     int half = head_dim / 2;
-    int64_t angles = static_cast<int64_t>(positions[blockIdx.x]) * half;
+    positions += static_cast<int64_t>(blockIdx.x) * axes;
+    uint32_t first = positions[0], second = axes > 1 ? positions[1] : 0, third = axes > 2 ? positions[2] : 0;
     for (int pair = threadIdx.x; pair < heads * half; pair += blockDim.x) {
         int i = pair % half;
+        uint64_t word = i < 64 ? (i < 32 ? axes0 : axes1) : (i < 96 ? axes2 : axes3);
+        int axis = (word >> (2 * (i % 32))) & 3;
+        int64_t angle = static_cast<int64_t>(axis == 0 ? first : axis == 1 ? second : third) * half + i;
         float *head = x + blockIdx.x * x_stride + pair / half * head_dim;
-        float c = cos[angles + i], s = sin[angles + i], a = head[i], b = head[half + i];
+        float c = cos[angle], s = sin[angle], a = head[i], b = head[half + i];
         head[i] = a * c - b * s;
         head[half + i] = b * c + a * s;
     }

@@ -48,7 +48,7 @@ pub use matrix::Matrix;
 pub use merge::{LoraDelta, LowRank, Magnitude, Merge, MergeBase, ReadValues, Replacement, WeightChange};
 pub use ops::Ops;
 pub use sampling::{Distribution, Sampled, SampledTokens, SamplingTask, TokenLogprobs};
-pub use step::{AttentionSequence, AttentionShape, Padding, RowTasks, Step, StepInput};
+pub use step::{AttentionSequence, AttentionShape, Padding, RotaryPositions, RowTasks, Step, StepInput};
 pub use values::{Dtype, StorageDtype, TensorData, TensorView};
 pub use weights::{MAX_LEAVES, MatrixShape, ROW_GROUP, ReadRows, WriteElements, reduction_leaves};
 

@@ -31,7 +31,11 @@ impl Ops {
     ///
     /// # Errors
     /// If the device fails.
+    ///
+    /// # Panics
+    /// If the positions are not `[rows, axes]`, or a position has no or more than 3 axes.
     pub fn prepare<'a>(&self, input: StepInput<'a>) -> Result<Step<'a>> {
+        input.check();
         let prepared = self.0.prepare(&input)?;
         Ok(Step::new(input, input.tokens.len(), prepared))
     }
@@ -45,8 +49,9 @@ impl Ops {
     /// If the device fails.
     ///
     /// # Panics
-    /// If a sequence has not one row, or there are more than [`Padding::most_rows`].
+    /// As [`Ops::prepare`]; if a sequence has not one row, or there are more than [`Padding::most_rows`].
     pub fn prepare_padded<'a>(&self, input: StepInput<'a>, padding: Padding) -> Result<Step<'a>> {
+        input.check();
         let (rows, prepared) = self.0.prepare_padded(&input, padding)?;
         Ok(Step::new(input, rows, prepared))
     }
@@ -161,8 +166,13 @@ impl Ops {
         self.0.rms_norm_heads(x, weight, eps)
     }
 
-    /// Rotates each head of `x` (`[rows, heads * head_dim]`) in place by the position of its row; `cos` and `sin` are
-    /// `[positions, head_dim / 2]`.
+    /// Rotates each head of `x` (`[rows, heads * head_dim]`) in place by the positions of its row; `cos` and `sin` are
+    /// `[positions, head_dim / 2]`. `axis_of` has the axis of [`StepInput::positions`] for each of the `head_dim / 2`
+    /// frequencies, so that M-RoPE, the sections of which may be interleaved, and the 2-D rotation of a vision tower
+    /// differ in this table alone. If it is empty, all frequencies take the first axis.
+    ///
+    /// # Panics
+    /// If shapes do not agree, or a frequency has an axis that the step's positions have not.
     pub fn rope(
         &self,
         x: &Tensor,
@@ -170,9 +180,14 @@ impl Ops {
         step: &Step<'_>,
         cos: &DeviceBuffer,
         sin: &DeviceBuffer,
+        axis_of: &[u8],
     ) -> Result<()> {
         let _span = trace_span!("rope").entered();
-        self.0.rope(x, head_dim, step, cos, sin)
+        let (given, half, axes) = (axis_of.len(), head_dim / 2, step.input().axes);
+        assert!(given == 0 || given == half, "an axis for each of {half} frequencies, not for {given}");
+        let is_axis = |axis: &u8| usize::from(*axis) < axes;
+        assert!(axis_of.iter().all(is_axis), "{axis_of:?}: positions have {axes} axes");
+        self.0.rope(x, head_dim, step, cos, sin, axis_of)
     }
 
     /// Puts the key and the value of each row (`[rows, kv_heads * head_dim]`) into its slot of the cache.

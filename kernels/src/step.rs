@@ -5,6 +5,9 @@ use std::ops::Range;
 
 use crate::sampling::SamplingTask;
 
+/// The most axes of a position.
+const MAX_AXES: usize = 3;
+
 /// Rows of a step that belong to one sequence.
 #[derive(Clone, Copy, Debug)]
 pub struct AttentionSequence<'a> {
@@ -42,8 +45,11 @@ pub struct RowTasks {
 pub struct StepInput<'a> {
     /// Token of each row.
     pub tokens: &'a [u32],
-    /// Position of each row for the rotary embedding.
+    /// Positions of each row for the rotary embedding, `[rows, axes]`. May be empty if the step does not rotate rows.
     pub positions: &'a [u32],
+    /// Positions of one row, 1 to 3: 1 for text, 2 (row and column) for a vision tower, 3 (time, height and width) for
+    /// M-RoPE.
+    pub axes: usize,
     /// Where the keys and values of each row go: `block * block_size + offset`.
     pub slots: &'a [u32],
     /// In the order of their rows.
@@ -52,6 +58,40 @@ pub struct StepInput<'a> {
     pub logits: &'a [RowTasks],
     /// The tasks on the rows of `logits`, in their order.
     pub tasks: &'a [SamplingTask<'a>],
+}
+
+impl<'a> StepInput<'a> {
+    /// # Panics
+    /// If the positions are not `[rows, axes]`, or there are no or too many axes.
+    pub(crate) fn check(&self) {
+        let (rows, Self { axes, positions, .. }) = (self.tokens.len(), self);
+        assert!((1..=MAX_AXES).contains(axes), "{axes} axes: a position has 1 to {MAX_AXES}");
+        let is_whole = positions.is_empty() || positions.len() == rows * axes;
+        assert!(is_whole, "{} positions for {rows} rows of {axes} axes", positions.len());
+    }
+
+    /// The positions for a rotation with this axis of each frequency.
+    pub(crate) fn rotary_positions(&self, axis_of: &'a [u8]) -> RotaryPositions<'a> {
+        RotaryPositions { positions: self.positions, axes: self.axes, axis_of }
+    }
+}
+
+/// The positions by which [`Ops::rope`](crate::Ops::rope) rotates rows.
+#[derive(Clone, Copy)]
+pub struct RotaryPositions<'a> {
+    /// `[rows, axes]`.
+    pub positions: &'a [u32],
+    pub axes: usize,
+    /// Axis of each frequency; the first axis for all of them if empty.
+    pub axis_of: &'a [u8],
+}
+
+impl RotaryPositions<'_> {
+    /// The position of a row for a frequency.
+    pub(crate) fn position(&self, row: usize, frequency: usize) -> usize {
+        let axis = self.axis_of.get(frequency).map_or(0, |axis| usize::from(*axis));
+        self.positions[row * self.axes + axis] as usize
+    }
 }
 
 /// How a step may be padded ([`Ops::prepare_padded`](crate::Ops::prepare_padded)).

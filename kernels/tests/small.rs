@@ -12,7 +12,7 @@ use rollout_kernels::{
 };
 
 const EMPTY: StepInput<'static> =
-    StepInput { tokens: &[], positions: &[], slots: &[], sequences: &[], logits: &[], tasks: &[] };
+    StepInput { tokens: &[], positions: &[], axes: 1, slots: &[], sequences: &[], logits: &[], tasks: &[] };
 
 /// The same values each time, in `-1.0..1.0`.
 fn values(len: usize) -> Vec<f32> {
@@ -75,7 +75,13 @@ impl Rank {
         let table = self.device.upload(&values(5 * head_dim / 2)).unwrap();
         let embeddings = self.matrix(StorageDtype::Bf16, vocab, width);
         let wanted = [RowTasks { row: 2, tasks: 0..0 }];
-        let input = StepInput { tokens: &[3, 9, 0], positions: &[4, 0, 1], logits: &wanted, ..EMPTY };
+        let input = StepInput {
+            tokens: &[3, 9, 0],
+            positions: &[4, 0, 1, 3, 2, 2, 1, 4, 0],
+            axes: 3,
+            logits: &wanted,
+            ..EMPTY
+        };
         let step = self.ops.prepare(input).unwrap();
         let (x, embedded) = (self.tensor(rows, width), self.zeros(rows, width));
         let (out, selected) = (self.zeros(rows, width), self.zeros(1, width));
@@ -85,7 +91,7 @@ impl Rank {
         self.keep(&out);
         self.ops.rms_norm(&x, &weight, 1e-5, &out).unwrap();
         self.ops.rms_norm_heads(&out, &head_weight, 1e-5).unwrap();
-        self.ops.rope(&out, head_dim, &step, &table, &table).unwrap();
+        self.ops.rope(&out, head_dim, &step, &table, &table, &[0, 2, 1, 2, 0, 0, 1, 1, 2]).unwrap();
         self.ops.select_logits_rows(&out, &step, 0..1, &selected).unwrap();
         self.ops.select_rows(&out, &[1], &selected).unwrap();
         self.ops.add_rows(&selected, &[0], &out).unwrap();

@@ -67,6 +67,7 @@ impl FlatBatch {
         StepInput {
             tokens: &self.tokens,
             positions: &self.positions,
+            axes: 1,
             slots: &self.slots,
             sequences: &view.sequences,
             logits: &self.logits,

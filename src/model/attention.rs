@@ -119,6 +119,6 @@ impl RopeTables {
 
     /// Rotates each head of `x` (`[rows, heads * head_dim]`) in place by its row's position.
     fn rotate(&self, context: &ForwardContext<'_>, x: &Tensor, head_dim: usize) -> Result<()> {
-        Ok(context.ops.rope(x, head_dim, context.step, &self.cos, &self.sin)?)
+        Ok(context.ops.rope(x, head_dim, context.step, &self.cos, &self.sin, &[])?)
     }
 }

@@ -64,7 +64,15 @@ pub(crate) trait OpsImpl: Send {
         out: &Tensor,
     ) -> Result<()>;
     fn rms_norm_heads(&self, x: &Tensor, weight: &DeviceBuffer, eps: f32) -> Result<()>;
-    fn rope(&self, x: &Tensor, head_dim: usize, step: &Step<'_>, cos: &DeviceBuffer, sin: &DeviceBuffer) -> Result<()>;
+    fn rope(
+        &self,
+        x: &Tensor,
+        head_dim: usize,
+        step: &Step<'_>,
+        cos: &DeviceBuffer,
+        sin: &DeviceBuffer,
+        axis_of: &[u8],
+    ) -> Result<()>;
     fn write_kv(&self, k: &Tensor, v: &Tensor, step: &Step<'_>, cache: &mut KvCache) -> Result<()>;
     fn copy_blocks(&self, cache: &mut KvCache, copies: &[BlockCopy]) -> Result<()>;
     fn paged_attention(

@@ -127,8 +127,16 @@ impl OpsImpl for CpuOps {
         with_f32(weight.tensor(), |w| rows_mut(x, |x| super::head_rms_norm(&self.cpu, x, w, eps)))?
     }
 
-    fn rope(&self, x: &Tensor, head_dim: usize, step: &Step<'_>, cos: &DeviceBuffer, sin: &DeviceBuffer) -> Result<()> {
-        let positions = step.input().positions;
+    fn rope(
+        &self,
+        x: &Tensor,
+        head_dim: usize,
+        step: &Step<'_>,
+        cos: &DeviceBuffer,
+        sin: &DeviceBuffer,
+        axis_of: &[u8],
+    ) -> Result<()> {
+        let positions = step.input().rotary_positions(axis_of);
         with_f32(cos.tensor(), |cos| {
             with_f32(sin.tensor(), |sin| rows_mut(x, |x| super::rope(&self.cpu, x, head_dim, positions, cos, sin)))?
         })?

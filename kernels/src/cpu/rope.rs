@@ -4,26 +4,40 @@ use super::isa::Kernel;
 use super::lanes::Lanes;
 use super::pool::Cpu;
 use super::rows::RowsMut;
+use crate::step::RotaryPositions;
 
 /// Rotates the heads of each row of `x` in place: element `i` of a head's first half and element `i` of its second half
-/// are rotated by the angle of `(positions[row], i)`. `cos` and `sin` are `[max_positions, head_dim / 2]`.
+/// are rotated by the angle of the row's position for frequency `i`. `cos` and `sin` are
+/// `[max_positions, head_dim / 2]`.
 ///
 /// # Panics
 /// If shapes do not agree, or a position is not in the tables.
-pub fn rope(cpu: &Cpu, x: RowsMut<'_>, head_dim: usize, positions: &[u32], cos: &[f32], sin: &[f32]) {
+pub fn rope(cpu: &Cpu, x: RowsMut<'_>, head_dim: usize, positions: RotaryPositions<'_>, cos: &[f32], sin: &[f32]) {
     assert!(head_dim >= 2 && head_dim.is_multiple_of(2), "head_dim {head_dim} is not even");
     assert!(x.width().is_multiple_of(head_dim), "{} columns are no heads of {head_dim}", x.width());
-    assert_eq!(positions.len(), x.rows(), "a position for every row");
+    let RotaryPositions { positions: all, axes, axis_of } = positions;
+    assert_eq!(all.len(), x.rows() * axes, "positions for every row");
     assert_eq!(cos.len(), sin.len(), "length of the tables");
     let (half, rows, width) = (head_dim / 2, x.rows(), x.width());
+    assert!(axis_of.is_empty() || axis_of.len() == half, "an axis for every frequency");
     let x = x.share();
     cpu.for_ranges(rows, 2 * width, |from, to| {
-        for (i, position) in (from..to).zip(&positions[from..to]) {
-            let angle = *position as usize * half..(*position as usize + 1) * half;
-            let (cos, sin) = (&cos[angle.clone()], &sin[angle]);
+        // Of one row, gathered where its frequencies have different positions.
+        let (mut row_cos, mut row_sin) = (vec![0.0; axis_of.len()], vec![0.0; axis_of.len()]);
+        for i in from..to {
             // SAFETY: each row is in one range.
             let row = unsafe { x.row(i) };
-            cpu.isa().dispatch(Rotate { row, cos, sin });
+            if axis_of.is_empty() {
+                let position = positions.position(i, 0);
+                let angles = position * half..(position + 1) * half;
+                cpu.isa().dispatch(Rotate { row, cos: &cos[angles.clone()], sin: &sin[angles] });
+            } else {
+                for j in 0..half {
+                    let angle = positions.position(i, j) * half + j;
+                    (row_cos[j], row_sin[j]) = (cos[angle], sin[angle]);
+                }
+                cpu.isa().dispatch(Rotate { row, cos: &row_cos, sin: &row_sin });
+            }
         }
     });
 }
@@ -63,16 +77,20 @@ mod tests {
             let (stride, max) = (heads * head_dim + 7, 50);
             let old = random.normals(rows * stride, 1.0);
             let (cos, sin) = (random.normals(max * head_dim / 2, 1.0), random.normals(max * head_dim / 2, 1.0));
-            let positions: Vec<u32> = (0..rows).map(|_| random.below(max) as u32).collect();
+            let axes = random.between(1, 3);
+            let positions: Vec<u32> = (0..rows * axes).map(|_| random.below(max) as u32).collect();
+            let frequencies = if axes == 1 { 0 } else { head_dim / 2 };
+            let axis_of: Vec<u8> = (0..frequencies).map(|_| random.below(axes) as u8).collect();
+            let positions = RotaryPositions { positions: &positions, axes, axis_of: &axis_of };
             let mut expected = old.clone();
             let view = RowsMut::new(&mut expected, rows, heads * head_dim, stride);
-            reference::rope(view, head_dim, &positions, &cos, &sin);
+            reference::rope(view, head_dim, positions, &cos, &sin);
             let mut first: Option<Vec<f32>> = None;
             for (isa, threads) in Isa::available().into_iter().zip([3, 1, 2, 1]) {
                 let mut x = old.clone();
                 let cpu = Cpu::with_isa(threads, isa);
                 let view = RowsMut::new(&mut x, rows, heads * head_dim, stride);
-                rope(&cpu, view, head_dim, &positions, &cos, &sin);
+                rope(&cpu, view, head_dim, positions, &cos, &sin);
                 for (i, (y, expected)) in x.iter().zip(&expected).enumerate() {
                     match i % stride < heads * head_dim {
                         true => close(*y, f64::from(*expected), 1e-6, isa.name()),

@@ -39,6 +39,12 @@ impl<'a> Launch<'a> {
         self
     }
 
+    /// A parameter `uint64_t`.
+    pub fn bits(&mut self, word: u64) -> &mut Self {
+        self.arguments.push(word);
+        self
+    }
+
     /// A parameter `int`.
     ///
     /// # Panics

@@ -200,9 +200,17 @@ impl OpsImpl for CudaOps {
         self.norms.rms_norm_heads(rows(x)?, pointer(weight.tensor())?, weight.len(), eps)
     }
 
-    fn rope(&self, x: &Tensor, head_dim: usize, step: &Step<'_>, cos: &DeviceBuffer, sin: &DeviceBuffer) -> Result<()> {
+    fn rope(
+        &self,
+        x: &Tensor,
+        head_dim: usize,
+        step: &Step<'_>,
+        cos: &DeviceBuffer,
+        sin: &DeviceBuffer,
+        axis_of: &[u8],
+    ) -> Result<()> {
         let (cos, sin) = (pointer(cos.tensor())?, pointer(sin.tensor())?);
-        self.rope.rotate(rows(x)?, head_dim, prepared(step).positions(), cos, sin)
+        self.rope.rotate(rows(x)?, head_dim, prepared(step), cos, sin, axis_of)
     }
 
     fn write_kv(&self, k: &Tensor, v: &Tensor, step: &Step<'_>, cache: &mut KvCache) -> Result<()> {

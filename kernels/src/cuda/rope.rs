@@ -8,6 +8,7 @@ use candle_core::cuda_backend::cudarc::driver::CudaFunction;
 use super::context::Context;
 use super::launch::{Launch, rows_grid};
 use super::module::{Module, fat_binary};
+use super::step::CudaStep;
 use super::tensor::TensorRows;
 
 /// The kernel of [`Ops::rope`](crate::Ops::rope).
@@ -22,13 +23,41 @@ impl Rope {
         Ok(Self { context: context.clone(), rope: module.function("rope")? })
     }
 
-    /// Rotates each head of `x` in place; `positions` is the address of the position of each row, `cos` and `sin` those
-    /// of tables `[positions, head_dim / 2]`.
-    pub fn rotate(&self, x: TensorRows, head_dim: usize, positions: u64, cos: u64, sin: u64) -> Result<()> {
+    /// Rotates each head of `x` in place by the step's positions; `cos` and `sin` are the addresses of tables
+    /// `[positions, head_dim / 2]`.
+    ///
+    /// # Panics
+    /// If `x` has other heads, or there are axes of too many frequencies.
+    pub fn rotate(
+        &self,
+        x: TensorRows,
+        head_dim: usize,
+        step: &CudaStep,
+        cos: u64,
+        sin: u64,
+        axis_of: &[u8],
+    ) -> Result<()> {
         assert!(x.width.is_multiple_of(head_dim), "{} values are no heads of {head_dim}", x.width);
         let mut launch = Launch::of(&self.context.stream, &self.rope);
-        launch.rows(x).int(x.width / head_dim).int(head_dim).pointer(positions).pointer(cos).pointer(sin);
-        // SAFETY: the rows are of a tensor; the step has a position for each, of which the tables have the angles.
+        launch.rows(x).int(x.width / head_dim).int(head_dim).pointer(step.positions()).int(step.axes);
+        launch.pointer(cos).pointer(sin);
+        for word in packed(axis_of) {
+            launch.bits(word);
+        }
+        // SAFETY: the rows are of a tensor; the step has positions for each, of which the tables have the angles.
         unsafe { launch.start(rows_grid(x.rows)) }
     }
+}
+
+/// The axes of all frequencies in the kernel's arguments, so that they need no memory of the device: two bits each, the
+/// first frequency lowest.
+///
+/// # Panics
+/// If there are more than 128 frequencies, those of heads of 256.
+fn packed(axis_of: &[u8]) -> [u64; 4] {
+    let mut words = [0; 4];
+    for (i, axis) in axis_of.iter().enumerate() {
+        words[i / 32] |= u64::from(*axis) << (2 * (i % 32));
+    }
+    words
 }

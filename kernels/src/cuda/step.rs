@@ -28,6 +28,8 @@ pub(super) struct CudaStep {
     _memory: Option<ArenaAllocation>,
     /// Those of the input, and those that it is padded with.
     pub rows: usize,
+    /// Positions of a row.
+    pub axes: usize,
     /// Where the words of the plan begin.
     attention: usize,
     /// Of all sequences but those of `flash`.
@@ -50,6 +52,7 @@ struct GraphTasks {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct GraphKey {
     rows: usize,
+    axes: usize,
     spans: usize,
     /// Whether tasks are answered.
     samples: bool,
@@ -74,7 +77,7 @@ impl CudaStep {
         let plan = CudaAttentionPlan::write(&others, &mut words);
         let memory = context.upload(staging, &words)?;
         let (words, _memory) = (memory.pointer, Some(memory));
-        Ok(Self { words, _memory, rows, attention, plan, flash, padding: None, graph_tasks: None })
+        Ok(Self { words, _memory, rows, axes: input.axes, attention, plan, flash, padding: None, graph_tasks: None })
     }
 
     /// As [`CudaStep::upload`], with padding rows behind those of the input. The step lasts until the next is
@@ -90,8 +93,9 @@ impl CudaStep {
         padding: Padding,
     ) -> Result<Self> {
         let (mut words, vocabulary) = (indices(input, rows), padding.vocabulary);
-        // Everything but the block tables, which come last, has its place by the number of rows.
-        words.resize(4 * rows, 0);
+        // Everything but the block tables, which come last, has its place by the number of rows and of axes.
+        // Tasks have values of two words, whose addresses are even.
+        words.resize(((3 + input.axes) * rows).next_multiple_of(2), 0);
         let has_one_task = |(wanted, i): (&RowTasks, usize)| wanted.row as usize == i && wanted.tasks == (i..i + 1);
         let all = input.logits.len() == input.tokens.len() && input.logits.iter().zip(0..).all(has_one_task);
         let tasks = all.then(|| TaskBatch::one_of_each(input.tasks, rows, vocabulary)).flatten();
@@ -104,13 +108,15 @@ impl CudaStep {
         let plan = CudaAttentionPlan::write_padded(input.sequences, rows, &mut words);
         let at = memory.take(size_of_val(&words[..]).next_power_of_two().max(LEAST_BYTES))?;
         staging.copy(&words, at).w()?;
-        Ok(Self { words: at, _memory: None, rows, attention, plan, flash: None, padding: Some(padding), graph_tasks })
+        let (axes, padding) = (input.axes, Some(padding));
+        Ok(Self { words: at, _memory: None, rows, axes, attention, plan, flash: None, padding, graph_tasks })
     }
 
     /// The shape of a padded step; `None` for other steps, which have no graphs.
     pub fn key(&self) -> Option<GraphKey> {
         let Padding { variant, .. } = self.padding?;
-        Some(GraphKey { rows: self.rows, spans: self.plan.spans, samples: self.graph_tasks.is_some(), variant })
+        let (rows, axes, samples) = (self.rows, self.axes, self.graph_tasks.is_some());
+        Some(GraphKey { rows, axes, spans: self.plan.spans, samples, variant })
     }
 
     /// The address of the tasks that the step's graph answers, their counts, and the number of logits of a row.
@@ -123,19 +129,19 @@ impl CudaStep {
         self.words
     }
 
-    /// Address of the position of each row.
+    /// Address of the positions of each row.
     pub fn positions(&self) -> sys::CUdeviceptr {
         self.word(self.rows)
     }
 
     /// Address of the slot of each row.
     pub fn slots(&self) -> sys::CUdeviceptr {
-        self.word(2 * self.rows)
+        self.word((1 + self.axes) * self.rows)
     }
 
     /// Address of the rows whose logits are wanted.
     pub fn logits_rows(&self) -> sys::CUdeviceptr {
-        self.word(3 * self.rows)
+        self.word((2 + self.axes) * self.rows)
     }
 
     /// Address of what the plan has written.
@@ -149,15 +155,15 @@ impl CudaStep {
     }
 }
 
-/// Token, position and slot of each of `rows` rows, and the rows whose logits are wanted.
+/// Token, positions and slot of each of `rows` rows, and the rows whose logits are wanted.
 fn indices(input: &StepInput<'_>, rows: usize) -> Vec<u32> {
-    let mut words = Vec::with_capacity(5 * rows + 64);
+    let mut words = Vec::with_capacity((4 + input.axes) * rows + 64);
     words.extend_from_slice(input.tokens);
     words.resize(rows, 0);
     words.extend_from_slice(input.positions);
-    words.resize(2 * rows, 0);
+    words.resize((1 + input.axes) * rows, 0);
     words.extend_from_slice(input.slots);
-    words.resize(3 * rows, NO_SLOT);
+    words.resize((2 + input.axes) * rows, NO_SLOT);
     words.extend(input.logits.iter().map(|wanted| wanted.row));
     words
 }

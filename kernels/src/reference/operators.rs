@@ -2,7 +2,7 @@
 
 use super::storage::{RowMajor, Slots};
 use crate::cpu::{Rows, RowsMut};
-use crate::step::{AttentionSequence, AttentionShape};
+use crate::step::{AttentionSequence, AttentionShape, RotaryPositions};
 
 fn dot(a: &[f32], b: &[f32]) -> f64 {
     a.iter().zip(b).map(|(a, b)| f64::from(*a) * f64::from(*b)).sum()
@@ -67,13 +67,13 @@ pub(crate) fn head_rms_norm(mut x: RowsMut<'_>, weight: &[f32], eps: f32) {
 }
 
 /// Rotates each head of `x` in place.
-pub(crate) fn rope(mut x: RowsMut<'_>, head_dim: usize, positions: &[u32], cos: &[f32], sin: &[f32]) {
+pub(crate) fn rope(mut x: RowsMut<'_>, head_dim: usize, positions: RotaryPositions<'_>, cos: &[f32], sin: &[f32]) {
     let half = head_dim / 2;
-    for (i, position) in positions.iter().enumerate() {
-        let angles = *position as usize * half;
+    for i in 0..x.rows() {
         for head in x.row_mut(i).chunks_exact_mut(head_dim) {
             for j in 0..half {
-                let (cos, sin) = (f64::from(cos[angles + j]), f64::from(sin[angles + j]));
+                let angle = positions.position(i, j) * half + j;
+                let (cos, sin) = (f64::from(cos[angle]), f64::from(sin[angle]));
                 let (a, b) = (f64::from(head[j]), f64::from(head[half + j]));
                 (head[j], head[half + j]) = ((a * cos - b * sin) as f32, (b * cos + a * sin) as f32);
             }

@@ -95,9 +95,18 @@ impl OpsImpl for ReferenceOps {
         rows_mut(x, |x| operators::head_rms_norm(x, &weight, eps))
     }
 
-    fn rope(&self, x: &Tensor, head_dim: usize, step: &Step<'_>, cos: &DeviceBuffer, sin: &DeviceBuffer) -> Result<()> {
+    fn rope(
+        &self,
+        x: &Tensor,
+        head_dim: usize,
+        step: &Step<'_>,
+        cos: &DeviceBuffer,
+        sin: &DeviceBuffer,
+        axis_of: &[u8],
+    ) -> Result<()> {
         let (cos, sin) = (values(cos)?, values(sin)?);
-        rows_mut(x, |x| operators::rope(x, head_dim, step.input().positions, &cos, &sin))
+        let positions = step.input().rotary_positions(axis_of);
+        rows_mut(x, |x| operators::rope(x, head_dim, positions, &cos, &sin))
     }
 
     fn write_kv(&self, k: &Tensor, v: &Tensor, step: &Step<'_>, cache: &mut KvCache) -> Result<()> {

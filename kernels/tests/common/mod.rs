@@ -14,7 +14,7 @@ use rollout_kernels::{
 
 /// A step without rows.
 pub const NOTHING: StepInput<'static> =
-    StepInput { tokens: &[], positions: &[], slots: &[], sequences: &[], logits: &[], tasks: &[] };
+    StepInput { tokens: &[], positions: &[], axes: 1, slots: &[], sequences: &[], logits: &[], tasks: &[] };
 
 /// A device with its operators.
 pub struct Rank {

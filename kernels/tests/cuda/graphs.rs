@@ -90,8 +90,8 @@ impl Layer {
         ops.linear(&hidden, wq, None, &q)?;
         ops.linear(&hidden, wk, None, &k)?;
         ops.linear(&hidden, wv, None, &v)?;
-        ops.rope(&q, HEAD_DIM, step, cos, sin)?;
-        ops.rope(&k, HEAD_DIM, step, cos, sin)?;
+        ops.rope(&q, HEAD_DIM, step, cos, sin, &[])?;
+        ops.rope(&k, HEAD_DIM, step, cos, sin, &[])?;
         ops.write_kv(&k, &v, step, &mut self.cache)?;
         let shape = AttentionShape { heads: HEADS, scale: 0.3, sliding_window: None };
         ops.paged_attention(&q, &shape, step, &self.cache, &out)?;
@@ -234,6 +234,39 @@ fn a_shape_runs_eagerly_once_is_captured_once_and_then_replayed_until_graphs_are
     let (x, wide) = (ours.rank.zeros(2000, WIDTH), ours.rank.zeros(2000, WIDTH));
     ours.rank.ops.linear(&x, &ours.layer.weights[0], None, &wide).unwrap();
     assert_eq!(calls(&mut ours, &[4, 5, 6], 3), [true, true, false], "after it has grown");
+}
+
+#[test]
+fn a_graph_is_of_steps_with_as_many_axes() {
+    let (rank, mut random) = (cuda().unwrap(), Random::new(11));
+    let values: Vec<f32> = random.normals(POSITIONS * HEAD_DIM / 2, 1.0);
+    let (angles, x) = (rank.device.upload(&values).unwrap(), random.normals(MOST_ROWS * WIDTH, 1.0));
+    let rotated = rank.zeros(MOST_ROWS, WIDTH);
+    let step = |rows: usize, axes: usize, is_padded: bool| {
+        let (tokens, at): (_, Vec<u32>) =
+            (vec![1; rows], (0..rows * axes).map(|i| (i * 37 % POSITIONS) as u32).collect());
+        let sequence = |first_row| AttentionSequence { first_row, rows: 1, start_position: 0, block_table: &[0] };
+        let all: Vec<_> = (0..rows).map(sequence).collect();
+        let input = StepInput { tokens: &tokens, positions: &at, axes, sequences: &all, ..NOTHING };
+        let step = if is_padded { rank.ops.prepare_padded(input, PADDING) } else { rank.ops.prepare(input) }.unwrap();
+        let axis_of: Vec<u8> = (0..HEAD_DIM / 2).map(|i| (i % axes) as u8).collect();
+        let mut is_called = false;
+        rotated.slice_set(&rank.tensor(&x, MOST_ROWS, WIDTH), 0, 0).unwrap();
+        let rotate = || {
+            is_called = true;
+            let x = rotated.narrow(0, 0, step.rows()).unwrap();
+            rank.ops.rope(&x, HEAD_DIM, &step, &angles, &angles, &axis_of)
+        };
+        rank.ops.capture_or_replay(&step, &OneRank, rotate).unwrap();
+        (values_of(&rotated.narrow(0, 0, rows).unwrap()), is_called)
+    };
+    for axes in 1..=3 {
+        for (round, rows) in [12, 11, 13, 16].into_iter().enumerate() {
+            let (found, is_called) = step(rows, axes, true);
+            assert!(found == step(rows, axes, false).0, "{rows} rows, {axes} axes");
+            assert_eq!(is_called, round < 2, "{rows} rows, {axes} axes: eager, captured, then replayed");
+        }
+    }
 }
 
 #[test]

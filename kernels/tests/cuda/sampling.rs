@@ -1,7 +1,7 @@
 //! Tokens and log-probabilities: those of the CPU for the same logits, to the last bit.
 
 use candle_core::Tensor;
-use rollout_kernels::{Distribution, RowTasks, SamplingTask, StepInput, TokenLogprobs};
+use rollout_kernels::{AttentionSequence, Distribution, Padding, RowTasks, SamplingTask, StepInput, TokenLogprobs};
 
 use crate::common::{self, Random, Rank, cuda};
 
@@ -170,5 +170,35 @@ fn answers_are_read_in_any_order_and_need_not_be_read() {
     for (i, sampled) in started.into_iter().enumerate().rev().filter(|(i, _)| i % 2 == 0) {
         let expected = answers(&cpu, &cpu.tensor(&logits[i], rows, vocab), &wanted, &tasks);
         same(&sampled.read().unwrap().tokens, &expected, &tasks, &format!("call {i}"));
+    }
+}
+
+#[test]
+fn a_padded_step_of_any_number_of_axes_has_the_same_answers() {
+    let (rank, vocab) = (cuda().unwrap(), 300);
+    let mut random = Random::new(2);
+    for (rows, axes) in [1, 2, 3, 5, 9].into_iter().flat_map(|rows| [1, 2, 3].map(|axes| (rows, axes))) {
+        let logits = rank.tensor(&random.normals(rows * vocab, 2.0), rows, vocab);
+        let tasks: Vec<_> = (0..rows).map(|_| task(&mut random, vocab)).collect();
+        let wanted: Vec<RowTasks> = (0..rows).map(|row| RowTasks { row: row as u32, tasks: row..row + 1 }).collect();
+        let (tokens, positions) = (vec![0; rows], vec![0; rows * axes]);
+        let sequence = |first_row| AttentionSequence { first_row, rows: 1, start_position: 0, block_table: &[0] };
+        let sequences: Vec<_> = (0..rows).map(sequence).collect();
+        let input = StepInput {
+            tokens: &tokens,
+            positions: &positions,
+            axes,
+            sequences: &sequences,
+            logits: &wanted,
+            tasks: &tasks,
+            ..common::NOTHING
+        };
+        let step = rank.ops.prepare_padded(input, Padding { most_rows: 16, vocabulary: vocab, variant: None }).unwrap();
+        assert!(rank.ops.samples_in_graph(&step), "{rows} rows, {axes} axes");
+        let selected = rank.zeros(step.rows(), vocab);
+        rank.ops.select_logits_rows(&logits, &step, 0..rows, &selected.narrow(0, 0, rows).unwrap()).unwrap();
+        rank.ops.sample_in_graph(&selected, &step, 0..step.rows()).unwrap();
+        let found = rank.ops.sampled(&step).unwrap().read().unwrap().tokens;
+        same(&found, &answers(&rank, &logits, &wanted, &tasks), &tasks, &format!("{rows} rows, {axes} axes"));
     }
 }

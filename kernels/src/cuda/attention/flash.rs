@@ -148,6 +148,7 @@ impl Flash {
         let input = StepInput {
             tokens: &[0, 0],
             positions: &[0, 1],
+            axes: 1,
             slots: &[0, 1],
             sequences: &[sequence],
             logits: &[],

@@ -56,8 +56,15 @@ fn every_way_gives_the_same_bits() {
         let (rows, width) = (61, 2 * group * head_dim);
         let tokens = vec![0; rows];
         let sequences = sequences(&parts, &blocks);
-        let input =
-            StepInput { tokens: &tokens, positions: &[], slots: &[], sequences: &sequences, logits: &[], tasks: &[] };
+        let input = StepInput {
+            tokens: &tokens,
+            positions: &[],
+            axes: 1,
+            slots: &[],
+            sequences: &sequences,
+            logits: &[],
+            tasks: &[],
+        };
         let step = CudaStep::upload(&context, &staging, &input, AttentionKernel::Invariant).unwrap();
         let shape = AttentionShape { heads: 2 * group, scale: 0.1, sliding_window };
         let rows_of = |values: &[f32]| {
@@ -93,8 +100,15 @@ fn a_row_whose_scores_are_no_numbers_has_no_results_of_another_call() {
         let cache = cache(&context, layout, &mut random);
         let blocks: Vec<u32> = (0..60).collect();
         let sequences = sequences(&[(2, 600)], &blocks);
-        let input =
-            StepInput { tokens: &[0; 2], positions: &[], slots: &[], sequences: &sequences, logits: &[], tasks: &[] };
+        let input = StepInput {
+            tokens: &[0; 2],
+            positions: &[],
+            axes: 1,
+            slots: &[],
+            sequences: &sequences,
+            logits: &[],
+            tasks: &[],
+        };
         let step = CudaStep::upload(&context, &staging, &input, AttentionKernel::Invariant).unwrap();
         let shape = AttentionShape { heads: 1, scale: 0.1, sliding_window: None };
         let mut queries = random.normals(2 * 64, 1.0);

@@ -32,8 +32,15 @@ fn rows_of_prompts_are_near_our_own_and_others_are_ours() {
         });
         let (rows, width) = (first_row, 2 * group * head_dim);
         let tokens = vec![0; rows];
-        let input =
-            StepInput { tokens: &tokens, positions: &[], slots: &[], sequences: &sequences, logits: &[], tasks: &[] };
+        let input = StepInput {
+            tokens: &tokens,
+            positions: &[],
+            axes: 1,
+            slots: &[],
+            sequences: &sequences,
+            logits: &[],
+            tasks: &[],
+        };
         let shape = AttentionShape { heads: 2 * group, scale: 0.1, sliding_window };
         let queries = random.normals(rows * width, 1.0);
         // Rows of the output are further apart than they are wide.
