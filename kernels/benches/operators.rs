@@ -323,6 +323,7 @@ fn attention(c: &mut Criterion) {
                     first_row: s * rows,
                     rows,
                     start_position: length - rows,
+                    visible: None,
                     block_table: &tables[s],
                 };
                 let batch: Vec<AttentionSequence> = (0..tables.len()).map(sequence).collect();

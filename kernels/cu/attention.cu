@@ -11,11 +11,11 @@ struct FoldSpans {
         const uint32_t in_step = blockIdx.x;
         const int index = find_sequence(a.count, [&](int i) { return a.sequences[i].rows_before <= in_step; });
         const Sequence s = a.sequences[index];
-        const int row = in_step - s.rows_before, head = blockIdx.y, position = s.start + row, d = threadIdx.x * 4;
+        const int row = in_step - s.rows_before, head = blockIdx.y, end = s.end(row), d = threadIdx.x * 4;
         if (row >= static_cast<int>(s.rows) || d >= a.head_dim) return;
         Softmax whole = empty_softmax();
         float sums[4] = {};
-        for (int span = a.first_seen(position) / SPAN; span <= position / SPAN; ++span) {
+        for (int span = a.first_seen(end) / SPAN; span * SPAN < end; ++span) {
             const int64_t partial = a.partial(s, span, row, head);
             const float2 softmax = a.partial_sums[partial];
             // All scores are NaN or minus infinity: nothing lies there to be folded.

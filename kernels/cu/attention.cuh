@@ -23,10 +23,15 @@ struct Sequence {
     uint32_t rows;
     // Position of its first row.
     uint32_t start;
+    // End of the positions that all of its rows see; 0 if a row sees those up to its own.
+    uint32_t visible;
     // Where its block table begins, in words from the first sequence.
     uint32_t table;
     // Partial results of the sequences before it, for each head.
     uint32_t partials;
+
+    // End of the positions that a row sees.
+    __device__ __forceinline__ int end(int row) const { return visible ? visible : start + row + 1; }
 };
 
 // What one call computes.
@@ -55,8 +60,8 @@ struct Attention {
 
     __device__ __forceinline__ int group() const { return heads / kv_heads; }
 
-    // The first position that a row at this position sees.
-    __device__ __forceinline__ int first_seen(int position) const { return max(0, position + 1 - window); }
+    // The first position that a row sees, given the end of those that it sees.
+    __device__ __forceinline__ int first_seen(int end) const { return max(0, end - window); }
 
     // Number of a partial result.
     __device__ __forceinline__ int64_t partial(const Sequence& s, int span, int row, int head) const {
@@ -104,8 +109,8 @@ struct Work {
         table = reinterpret_cast<const uint32_t*>(a.sequences) + sequence.table;
         queries = sequence.rows * group;
         first_query = (block - first_block(index)) * QUERIES;
-        low = a.first_seen(position(first_query));
-        high = position(min(first_query + QUERIES, queries) - 1) + 1;
+        low = a.first_seen(end(first_query));
+        high = end(min(first_query + QUERIES, queries) - 1);
         if (a.partials) {
             const int span = low / SPAN + blockIdx.z;
             low = max(low, span * SPAN);
@@ -119,7 +124,8 @@ struct Work {
 
     __device__ __forceinline__ int row(int query) const { return query / group; }
 
-    __device__ __forceinline__ int position(int query) const { return sequence.start + row(query); }
+    // End of the positions that a query sees.
+    __device__ __forceinline__ int end(int query) const { return sequence.end(row(query)); }
 
     __device__ __forceinline__ int head(int query) const { return blockIdx.y * group + query % group; }
 

@@ -76,16 +76,16 @@ struct TensorCores {
         __device__ __forceinline__ Queries(const Attention& a, const Work<QUERIES>& work)
             : first(work.first_query + static_cast<int>(threadIdx.x) / 32 * 16) {
             const int last = min(first + 16, work.queries) - 1;
-            any_low = a.first_seen(work.position(first));
-            any_high = last < first ? 0 : work.position(last) + 1;
-            all_low = a.first_seen(work.position(last));
-            all_high = last < first + 15 ? 0 : work.position(first) + 1;
+            any_low = a.first_seen(work.end(first));
+            any_high = last < first ? 0 : work.end(last);
+            all_low = a.first_seen(work.end(last));
+            all_high = last < first + 15 ? 0 : work.end(first);
 #pragma unroll
             for (int i = 0; i < 2; ++i) {
                 numbers[i] = first + threadIdx.x % 32 / 4 + 8 * i;
                 const bool exists = numbers[i] < work.queries;
-                high[i] = exists ? work.position(numbers[i]) + 1 : 0;
-                low[i] = a.first_seen(high[i] - 1);
+                high[i] = exists ? work.end(numbers[i]) : 0;
+                low[i] = a.first_seen(high[i]);
                 load(a, work, i, exists);
             }
         }

@@ -103,8 +103,7 @@ struct Chains {
         float* weights = all_weights[in_block];
         const int query = work.first_query + in_block;
         const bool exists = query < work.queries;
-        const int position = exists ? work.position(query) : -1;
-        const int first_seen = a.first_seen(position);
+        const int end = exists ? work.end(query) : 0, first_seen = a.first_seen(end);
         const int64_t row = work.sequence.first_row + work.row(query), column = work.head(query) * a.head_dim;
         for (int d = lane; d < a.head_dim; d += LANES) {
             q[d] = exists ? a.q[row * a.q_stride + column + d] : 0.0f;
@@ -125,7 +124,7 @@ struct Chains {
 #pragma unroll
             for (int i = 0; i < SCORES; ++i) {
                 const int key = unit * UNIT + lane + i * LANES;
-                const bool is_seen = key >= first_seen && key <= position;
+                const bool is_seen = key >= first_seen && key < end;
                 scores[i] = is_seen ? __fmul_rn(scores[i], a.scale) : -CUDART_INF_F;
                 largest = fmaxf(largest, scores[i]);
             }

@@ -33,7 +33,8 @@ impl Ops {
     /// If the device fails.
     ///
     /// # Panics
-    /// If the positions are not `[rows, axes]`, or a position has no or more than 3 axes.
+    /// If the positions are not `[rows, axes]`, a position has no or more than 3 axes, or a sequence has no visible
+    /// tokens.
     pub fn prepare<'a>(&self, input: StepInput<'a>) -> Result<Step<'a>> {
         input.check();
         let prepared = self.0.prepare(&input)?;
@@ -49,9 +50,11 @@ impl Ops {
     /// If the device fails.
     ///
     /// # Panics
-    /// As [`Ops::prepare`]; if a sequence has not one row, or there are more than [`Padding::most_rows`].
+    /// As [`Ops::prepare`]; if a sequence has not one row or is not causal ([`AttentionSequence::visible`]), or there
+    /// are more than [`Padding::most_rows`].
     pub fn prepare_padded<'a>(&self, input: StepInput<'a>, padding: Padding) -> Result<Step<'a>> {
         input.check();
+        assert!(input.sequences.iter().all(|s| s.visible.is_none()), "the sequences of a padded step are causal");
         let (rows, prepared) = self.0.prepare_padded(&input, padding)?;
         Ok(Step::new(input, rows, prepared))
     }
@@ -205,11 +208,13 @@ impl Ops {
         self.0.copy_blocks(cache, copies)
     }
 
-    /// `out[row] = softmax(scale * q[row] · K) V` per head: causal attention of each row over its sequence's cached
-    /// keys and values. `q` and `out` are `[rows, heads * head_dim]`; rows of no sequence are not touched.
+    /// `out[row] = softmax(scale * q[row] · K) V` per head: attention of each row over its sequence's cached keys and
+    /// values, causal unless [`AttentionSequence::visible`] is given. `q` and `out` are `[rows, heads * head_dim]`;
+    /// rows of no sequence are not touched.
     ///
     /// # Panics
-    /// If shapes do not agree, a block table is too short or names a block outside the cache, or sequences share rows.
+    /// If shapes do not agree, a block table is too short or names a block outside the cache, sequences share rows, or
+    /// a sequence that is not causal meets a sliding window.
     pub fn paged_attention(
         &self,
         q: &Tensor,
@@ -218,7 +223,10 @@ impl Ops {
         cache: &KvCache,
         out: &Tensor,
     ) -> Result<()> {
-        let _span = attention_span(q, step.input().sequences).entered();
+        let sequences = step.input().sequences;
+        let _span = attention_span(q, sequences).entered();
+        let is_causal = sequences.iter().all(|s| s.visible.is_none());
+        assert!(is_causal || shape.sliding_window.is_none(), "a sliding window is of causal attention");
         self.0.paged_attention(q, shape, step, cache, out)
     }
 
@@ -317,7 +325,8 @@ fn linear_span(x: &Tensor, w: &Matrix) -> Span {
 
 /// A span with what rows compute that see all tokens before them: a window makes it less.
 fn attention_span(q: &Tensor, sequences: &[AttentionSequence<'_>]) -> Span {
-    let seen = |s: &AttentionSequence<'_>| s.rows * s.start_position + s.rows * (s.rows + 1) / 2;
+    let causal = |s: &AttentionSequence<'_>| s.rows * s.start_position + s.rows * (s.rows + 1) / 2;
+    let seen = |s: &AttentionSequence<'_>| s.visible.map_or_else(|| causal(s), |visible| s.rows * visible);
     let flop = || 4 * q.dims().last().map_or(0, |width| width * sequences.iter().map(seen).sum::<usize>());
     trace_span!("paged_attention", flop = flop())
 }

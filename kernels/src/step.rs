@@ -14,10 +14,27 @@ pub struct AttentionSequence<'a> {
     /// Where its rows begin in the query and the output, after those of the sequence before it.
     pub first_row: usize,
     pub rows: usize,
-    /// Index in the sequence of the first row; row `i` is at `start_position + i` and sees the tokens up to its own.
+    /// Index in the sequence of the first row; row `i` is at `start_position + i`, and sees the tokens up to its
+    /// own unless `visible` is given.
     pub start_position: usize,
+    /// If `Some(n)`, every row sees the tokens `0..n`, whatever its own position, as in the bidirectional attention of
+    /// a vision tower: rows may come in chunks, once the keys and values of all `n` tokens are in the cache. If `None`,
+    /// attention is causal. Cannot be combined with [`AttentionShape::sliding_window`].
+    pub visible: Option<usize>,
     /// The blocks of tokens `0..`; those wholly below every row's window may hold anything in range.
     pub block_table: &'a [u32],
+}
+
+impl AttentionSequence<'_> {
+    /// The end of the tokens that a row sees.
+    pub(crate) fn end_of_row(&self, row: usize) -> usize {
+        self.visible.unwrap_or(self.start_position + row + 1)
+    }
+
+    /// The end of the tokens that any row sees.
+    pub(crate) fn end(&self) -> usize {
+        self.visible.unwrap_or(self.start_position + self.rows)
+    }
 }
 
 /// Values that all sequences share; the number of KV heads and `head_dim` are the cache's.
@@ -62,12 +79,13 @@ pub struct StepInput<'a> {
 
 impl<'a> StepInput<'a> {
     /// # Panics
-    /// If the positions are not `[rows, axes]`, or there are no or too many axes.
+    /// If the positions are not `[rows, axes]`, there are no or too many axes, or a sequence has no visible tokens.
     pub(crate) fn check(&self) {
         let (rows, Self { axes, positions, .. }) = (self.tokens.len(), self);
         assert!((1..=MAX_AXES).contains(axes), "{axes} axes: a position has 1 to {MAX_AXES}");
         let is_whole = positions.is_empty() || positions.len() == rows * axes;
         assert!(is_whole, "{} positions for {rows} rows of {axes} axes", positions.len());
+        assert!(self.sequences.iter().all(|s| s.visible != Some(0)), "the rows of a sequence see no tokens");
     }
 
     /// The positions for a rotation with this axis of each frequency.

@@ -7,7 +7,7 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use common::{Case, Random, Rank, close, devices, of_device, reference, values_of};
 use rollout_kernels::{
     AttentionKernel, AttentionSequence, AttentionShape, Backend, DeviceOptions, Distribution, Dtype, KvCache, KvLayout,
-    LoraDelta, LowRank, Magnitude, Matrix, MatrixShape, Merge, MergeBase, Replacement, RowTasks, SamplingTask,
+    LoraDelta, LowRank, Magnitude, Matrix, MatrixShape, Merge, MergeBase, Padding, Replacement, RowTasks, SamplingTask,
     StepInput, StorageDtype, TensorData, TensorView, TokenLogprobs, WeightChange, reduction_leaves,
 };
 
@@ -260,7 +260,7 @@ fn attend(rank: &Rank, case: &Case, q: &[f32], v: &[f32]) -> Vec<f32> {
 #[test]
 fn attention_is_that_of_the_reference() {
     let reference = reference();
-    for seed in 0..12 {
+    for seed in 0..16 {
         let mut random = Random::new(seed);
         let case = Case::new(&mut random);
         for rank in devices() {
@@ -279,6 +279,43 @@ fn attention_is_that_of_the_reference() {
             }
         }
     }
+}
+
+#[test]
+fn sequences_that_are_not_causal_see_some_tokens_and_have_no_window() {
+    let rank = reference();
+    let refused = |visible: usize, sliding_window: Option<usize>, is_padded: bool| {
+        let attend = || {
+            let mut cache = rank.device.kv_cache(KvLayout {
+                blocks: 1,
+                block_size: 16,
+                kv_heads: 1,
+                head_dim: 16,
+                dtype: DTYPES[1],
+            });
+            cache.restore().unwrap();
+            let sequence = AttentionSequence {
+                first_row: 0,
+                rows: 1,
+                start_position: 0,
+                visible: Some(visible),
+                block_table: &[0],
+            };
+            let input = StepInput { tokens: &[0], sequences: &[sequence], ..common::NOTHING };
+            let padding = Padding { most_rows: 1, vocabulary: 1, variant: None };
+            let step =
+                if is_padded { rank.ops.prepare_padded(input, padding) } else { rank.ops.prepare(input) }.unwrap();
+            let (q, out) = (rank.zeros(1, 16), rank.zeros(1, 16));
+            let shape = AttentionShape { heads: 1, scale: 1.0, sliding_window };
+            rank.ops.paged_attention(&q, &shape, &step, &cache, &out).unwrap();
+        };
+        let failed = catch_unwind(AssertUnwindSafe(attend)).err()?;
+        Some(*failed.downcast::<&str>().expect("a message"))
+    };
+    assert_eq!(refused(9, None, false), None);
+    assert_eq!(refused(0, None, false), Some("the rows of a sequence see no tokens"));
+    assert_eq!(refused(9, Some(4), false), Some("a sliding window is of causal attention"));
+    assert_eq!(refused(9, None, true), Some("the sequences of a padded step are causal"));
 }
 
 /// Random changes of a weight `[rows, cols]`.

@@ -113,6 +113,7 @@ impl Rank {
             first_row,
             rows,
             start_position,
+            visible: None,
             block_table,
         };
         let sequences = [sequence(0, 3, 6, &[1, 4][..]), sequence(3, 1, 8, &[1, 3][..])];

@@ -86,6 +86,7 @@ impl<'a> PlanView<'a> {
                 first_row: first_row - rows,
                 rows,
                 start_position: sequence.start,
+                visible: None,
                 block_table: &sequence.block_table,
             }
         };

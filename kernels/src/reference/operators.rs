@@ -94,7 +94,7 @@ pub(crate) fn attention(
     for s in sequences {
         let slot = |t: usize| s.block_table[t / layout.block_size] as usize * layout.block_size + t % layout.block_size;
         for row in 0..s.rows {
-            let end = s.start_position + row + 1;
+            let end = s.end_of_row(row);
             let first = shape.sliding_window.map_or(0, |window| end.saturating_sub(window));
             for head in 0..shape.heads {
                 let columns = head * layout.head_dim..(head + 1) * layout.head_dim;

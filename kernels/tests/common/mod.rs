@@ -122,6 +122,8 @@ pub struct Case {
     pub copies: Vec<BlockCopy>,
     lengths: [usize; 2],
     tables: [Vec<u32>; 2],
+    /// Tokens that all rows of each sequence see; those up to a row's own if `None`.
+    visible: [Option<usize>; 2],
 }
 
 impl Case {
@@ -148,7 +150,7 @@ impl Case {
             tokens: block_size.min(lengths[1] - i * block_size),
         };
         let copies = written.iter().zip(&tables[1]).enumerate().map(copy).collect();
-        Self {
+        let mut case = Self {
             heads,
             kv_heads,
             head_dim,
@@ -164,13 +166,23 @@ impl Case {
             copies,
             lengths,
             tables,
+            visible: [None; 2],
+        };
+        if case.window.is_none() {
+            case.visible = lengths.map(|len| (random.below(3) > 0).then(|| random.between(1, len)));
         }
+        case
     }
 
     pub fn sequences(&self) -> Vec<AttentionSequence<'_>> {
         let [first, second] = self.lengths;
-        let sequence =
-            |first_row, rows, block_table| AttentionSequence { first_row, rows, start_position: 0, block_table };
-        vec![sequence(0, first, &self.tables[0][..]), sequence(first, second, &self.tables[1][..])]
+        let sequence = |first_row, rows, i: usize| AttentionSequence {
+            first_row,
+            rows,
+            start_position: 0,
+            visible: self.visible[i],
+            block_table: &self.tables[i],
+        };
+        vec![sequence(0, first, 0), sequence(first, second, 1)]
     }
 }

@@ -73,13 +73,20 @@ impl Layer {
 
     /// Attention of some positions of sequences, all in one step with a row between them that is of none.
     fn attend(&self, parts: &[(&Sequence, Range<usize>)]) -> Vec<Vec<f32>> {
+        let parts: Vec<_> = parts.iter().map(|(sequence, positions)| (*sequence, positions.clone(), None)).collect();
+        self.attend_visible(&parts)
+    }
+
+    /// As [`Layer::attend`], each with the tokens that all of its rows see, if they are not those up to a row's own.
+    fn attend_visible(&self, parts: &[(&Sequence, Range<usize>, Option<usize>)]) -> Vec<Vec<f32>> {
         let width = self.widths().1;
         let mut q = vec![f32::NAN; width];
         let mut sequences = Vec::new();
-        for (sequence, positions) in parts {
+        for (sequence, positions, visible) in parts {
             let (first_row, start_position) = (q.len() / width, positions.start);
             let block_table = &sequence.table[..];
-            sequences.push(AttentionSequence { first_row, rows: positions.len(), start_position, block_table });
+            let (rows, visible) = (positions.len(), *visible);
+            sequences.push(AttentionSequence { first_row, rows, start_position, visible, block_table });
             q.extend(&sequence.q[positions.start * width..positions.end * width]);
             q.extend(vec![f32::NAN; width]);
         }
@@ -136,6 +143,33 @@ fn chunks_and_single_tokens_have_the_bits_of_the_whole() {
         layer.write(&other, 0..len);
         let tokens: Vec<_> = (0..len).flat_map(|t| layer.attend(&[(&other, t..t + 1)]).remove(0)).collect();
         assert!(tokens == whole, "{:?}: single tokens", LAYERS[case]);
+    }
+}
+
+#[test]
+fn rows_without_a_causal_limit_have_the_same_bits_in_any_chunks() {
+    for (case, len) in [(0, 300), (3, 290)] {
+        let mut random = Random::new(case as u64);
+        let mut layer = Layer::new(case, 100, [16, 5][case % 2]);
+        let mut free = shuffled(&mut random, 100);
+        let sequence = layer.sequence(&mut random, len, &mut free);
+        layer.write(&sequence, 0..len);
+        for visible in [len, 257, 256, 40, 1] {
+            let whole = layer.attend_visible(&[(&sequence, 0..len, Some(visible))]).remove(0);
+            let (mut start, mut chunks) = (0, Vec::new());
+            while start < len {
+                let end = len.min(start + [1, random.between(1, 90)][random.below(2)]);
+                // Beside a causal chunk of the same rows.
+                let parts = [(&sequence, start..end, None), (&sequence, start..end, Some(visible))];
+                chunks.extend(layer.attend_visible(&parts).remove(1));
+                start = end;
+            }
+            assert!(chunks == whole, "{:?}: {visible} of {len} tokens", LAYERS[case]);
+            let last = visible - 1..visible;
+            let causal = layer.attend(&[(&sequence, last.clone())]).remove(0);
+            let width = layer.widths().1;
+            assert!(whole[last.start * width..last.end * width] == causal, "{:?}: row {last:?}", LAYERS[case]);
+        }
     }
 }
 

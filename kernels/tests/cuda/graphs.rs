@@ -123,7 +123,7 @@ impl Bench {
         let (mut tokens, mut positions, mut slots, mut all) = (Vec::new(), Vec::new(), Vec::new(), Vec::new());
         for (Sequence { len, table }, next) in parts {
             let (first_row, rows) = (tokens.len(), next.len());
-            all.push(AttentionSequence { first_row, rows, start_position: *len, block_table: table });
+            all.push(AttentionSequence { first_row, rows, start_position: *len, visible: None, block_table: table });
             tokens.extend_from_slice(next);
             for position in *len..len + rows {
                 positions.push(position as u32);
@@ -245,7 +245,8 @@ fn a_graph_is_of_steps_with_as_many_axes() {
     let step = |rows: usize, axes: usize, is_padded: bool| {
         let (tokens, at): (_, Vec<u32>) =
             (vec![1; rows], (0..rows * axes).map(|i| (i * 37 % POSITIONS) as u32).collect());
-        let sequence = |first_row| AttentionSequence { first_row, rows: 1, start_position: 0, block_table: &[0] };
+        let sequence =
+            |first_row| AttentionSequence { first_row, rows: 1, start_position: 0, visible: None, block_table: &[0] };
         let all: Vec<_> = (0..rows).map(sequence).collect();
         let input = StepInput { tokens: &tokens, positions: &at, axes, sequences: &all, ..NOTHING };
         let step = if is_padded { rank.ops.prepare_padded(input, PADDING) } else { rank.ops.prepare(input) }.unwrap();
@@ -276,7 +277,8 @@ fn the_graphs_that_were_used_last_are_kept() {
     let out = rank.zeros(1000, 4);
     let is_called = |rows: usize| {
         let tokens = vec![1; rows];
-        let sequence = |first_row| AttentionSequence { first_row, rows: 1, start_position: 0, block_table: &[0] };
+        let sequence =
+            |first_row| AttentionSequence { first_row, rows: 1, start_position: 0, visible: None, block_table: &[0] };
         let all: Vec<_> = (0..rows).map(sequence).collect();
         let input = StepInput { tokens: &tokens, sequences: &all, ..NOTHING };
         let step = rank.ops.prepare_padded(input, Padding { most_rows: 1000, ..PADDING }).unwrap();
@@ -304,7 +306,7 @@ fn a_replay_checks_its_step() {
     let outside = [(SEQUENCES * BLOCKS) as u32; BLOCKS];
     for (table, len) in [(&outside[..], 3), (&sequences[4].table[..1], BLOCK_SIZE)] {
         (0..3).for_each(|_| drop(ours.padded(&[(&sequences[4], &[1])])));
-        let all = [AttentionSequence { first_row: 0, rows: 1, start_position: len, block_table: table }];
+        let all = [AttentionSequence { first_row: 0, rows: 1, start_position: len, visible: None, block_table: table }];
         let input = StepInput { tokens: &[1], positions: &[0], slots: &[0], sequences: &all, ..NOTHING };
         let step = ours.rank.ops.prepare_padded(input, PADDING).unwrap();
         let captured = || -> Result<(), Error> { panic!("the step is not replayed") };
@@ -318,7 +320,7 @@ fn a_replay_checks_its_step() {
 #[test]
 fn an_error_of_a_launch_is_returned_to_the_caller() {
     let rank = cuda().unwrap();
-    let sequences = [AttentionSequence { first_row: 0, rows: 1, start_position: 0, block_table: &[0] }];
+    let sequences = [AttentionSequence { first_row: 0, rows: 1, start_position: 0, visible: None, block_table: &[0] }];
     let input = StepInput { tokens: &[1], sequences: &sequences, ..NOTHING };
     for _ in 0..4 {
         let step = rank.ops.prepare_padded(input, PADDING).unwrap();

@@ -211,7 +211,8 @@ impl<'a> Summing<'a> {
 
     /// The sums of one step, and whether its operators were called.
     fn step(&self, tokens: &[u32]) -> (Vec<f32>, bool) {
-        let sequence = |first_row| AttentionSequence { first_row, rows: 1, start_position: 0, block_table: &[0] };
+        let sequence =
+            |first_row| AttentionSequence { first_row, rows: 1, start_position: 0, visible: None, block_table: &[0] };
         let sequences: Vec<_> = (0..tokens.len()).map(sequence).collect();
         let step = self.ops.prepare_padded(StepInput { tokens, sequences: &sequences, ..NOTHING }, PADDING).unwrap();
         let mut is_called = false;

@@ -182,7 +182,8 @@ fn a_padded_step_of_any_number_of_axes_has_the_same_answers() {
         let tasks: Vec<_> = (0..rows).map(|_| task(&mut random, vocab)).collect();
         let wanted: Vec<RowTasks> = (0..rows).map(|row| RowTasks { row: row as u32, tasks: row..row + 1 }).collect();
         let (tokens, positions) = (vec![0; rows], vec![0; rows * axes]);
-        let sequence = |first_row| AttentionSequence { first_row, rows: 1, start_position: 0, block_table: &[0] };
+        let sequence =
+            |first_row| AttentionSequence { first_row, rows: 1, start_position: 0, visible: None, block_table: &[0] };
         let sequences: Vec<_> = (0..rows).map(sequence).collect();
         let input = StepInput {
             tokens: &tokens,

@@ -85,7 +85,7 @@ impl<'a, E: TileElement> Blocks<'a, E> {
     pub fn keys_of(&self, next: NextKeys<'_>) -> [*const E; VECTORS] {
         let NextKeys { sequence, kv_head, position } = next;
         let base = position / UNIT * UNIT;
-        let has = (sequence.start_position + sequence.rows).saturating_sub(base);
+        let has = sequence.end().saturating_sub(base);
         std::array::from_fn(|vector| {
             if vector * LANES >= has {
                 return self.keys.as_ptr();

@@ -35,8 +35,8 @@ use task::{NextKeys, finish};
 use units::{TileSize, partial_len, state_len};
 
 /// Computes `out[row] = softmax(scale * q[row] · K) V` per head, where a row at position `p` sees the positions
-/// `[max(0, p + 1 - window), p]`. `q` and `out` are `[rows, heads * head_dim]`; rows that belong to no sequence are
-/// left as they are.
+/// `[max(0, p + 1 - window), p]`, or `[0, visible)` where its sequence gives this. `q` and `out` are
+/// `[rows, heads * head_dim]`; rows that belong to no sequence are left as they are.
 ///
 /// # Panics
 /// If shapes do not agree, a block table is too short or names a block outside the cache, or sequences share rows.
@@ -97,7 +97,7 @@ fn check_sequences(sequences: &[AttentionSequence<'_>], rows: usize, cache: &KvB
         assert!(s.first_row >= end, "sequences must come in the order of their rows and share none: {s:?}");
         end = s.first_row + s.rows;
         assert!(end <= rows, "{s:?} passes the end of {rows} rows");
-        let blocks = (s.start_position + s.rows).div_ceil(layout.block_size);
+        let blocks = s.end().div_ceil(layout.block_size);
         assert!(s.block_table.len() >= blocks, "{s:?} needs {blocks} blocks");
         let inside = s.block_table[..blocks].iter().all(|b| (*b as usize) < layout.blocks);
         assert!(inside, "{s:?} names a block outside a cache of {}", layout.blocks);

@@ -16,7 +16,7 @@ const MOST_PARTIAL_FLOATS: usize = 2 << 20;
 
 /// The positions that row `row` of a sequence sees, as the first one and the one after the last.
 pub(super) fn seen(shape: &AttentionShape, s: &AttentionSequence<'_>, row: usize) -> (usize, usize) {
-    let end = s.start_position + row + 1;
+    let end = s.end_of_row(row);
     (shape.sliding_window.map_or(0, |window| end.saturating_sub(window)), end)
 }
 
@@ -70,7 +70,7 @@ impl Planner<'_> {
     /// as one.
     fn most_queries(&self) -> usize {
         let spans = |s: &AttentionSequence<'_>| {
-            let (from, to) = (seen(self.shape, s, 0).0, s.start_position + s.rows);
+            let (from, to) = (seen(self.shape, s, 0).0, s.end());
             to.div_ceil(SPAN) - from / SPAN
         };
         let work: usize = self.sequences.iter().map(|s| self.queries(s) * spans(s)).sum();
@@ -177,5 +177,5 @@ impl Planner<'_> {
 
 /// How many leading units the first row of the sequence sees to their last position.
 fn whole_units(s: &AttentionSequence<'_>) -> usize {
-    (s.start_position + 1) / UNIT
+    s.end_of_row(0) / UNIT
 }

@@ -13,6 +13,8 @@ struct Case {
     dtype: StorageDtype,
     window: Option<usize>,
     lengths: Vec<usize>,
+    /// Tokens that all rows of each sequence see; if `None`, rows see those up to their own.
+    visible: Option<Vec<usize>>,
     /// The queries `[length, heads * head_dim]` of each sequence; its keys and values are
     /// `[length, kv_heads * head_dim]`.
     q: Vec<Vec<f32>>,
@@ -28,7 +30,7 @@ fn case(random: &mut Random, lengths: Vec<usize>) -> Case {
     let heads = kv_heads * group;
     let mut values = |width: usize| lengths.iter().map(|len| random.normals(len * width, 1.0)).collect();
     let (q, k, v) = (values(heads * head_dim), values(kv_heads * head_dim), values(kv_heads * head_dim));
-    Case { heads, kv_heads, head_dim, dtype, window, lengths, q, k, v }
+    Case { heads, kv_heads, head_dim, dtype, window, lengths, visible: None, q, k, v }
 }
 
 /// A cache that holds the sequences in randomly chosen blocks, with NaN in every slot that they do not use.
@@ -61,7 +63,8 @@ impl Case {
         let (mut q, mut sequences, mut first_row) = (vec![], vec![], 0);
         for (s, start_position, rows) in parts.iter().copied() {
             q.extend_from_slice(&self.q[s][start_position * width..][..rows * width]);
-            sequences.push(AttentionSequence { first_row, rows, start_position, block_table: &tables[s] });
+            let visible = self.visible.as_ref().map(|visible| visible[s]);
+            sequences.push(AttentionSequence { first_row, rows, start_position, visible, block_table: &tables[s] });
             first_row += rows;
         }
         let shape = AttentionShape { heads: self.heads, scale: self.scale(), sliding_window: self.window };
@@ -88,7 +91,8 @@ impl Case {
         let seen = |x: &f32| if rounds { bf16::from_f32(*x).to_f32() } else { *x };
         let q: Vec<f32> = self.q[s][row * heads..][..heads].iter().map(seen).collect();
         let shape = AttentionShape { heads: self.heads, scale: self.scale(), sliding_window: self.window };
-        let sequence = AttentionSequence { first_row: 0, rows: 1, start_position: row, block_table: &[0] };
+        let visible = self.visible.as_ref().map(|visible| visible[s]);
+        let sequence = AttentionSequence { first_row: 0, rows: 1, start_position: row, visible, block_table: &[0] };
         let attend = |v: &[f32]| {
             let Self { kv_heads, head_dim, dtype, .. } = *self;
             let layout = KvLayout { blocks: 1, block_size: self.lengths[s], kv_heads, head_dim, dtype };
@@ -148,6 +152,89 @@ fn attention_is_the_reference() {
     }
 }
 
+/// Runs all rows in calls of random chunks of random sequences, some of one row as in decode, and compares each with
+/// its bits in `expected`.
+fn check_chunks(
+    case: &Case,
+    (cpu, random): (&Cpu, &mut Random),
+    (cache, tables): &(KvBlocks, Vec<Vec<u32>>),
+    expected: &[Vec<f32>],
+    what: &str,
+) {
+    let width = case.heads * case.head_dim;
+    let mut done = vec![0; case.lengths.len()];
+    while done != case.lengths {
+        let mut parts = vec![];
+        for (s, done) in done.iter_mut().enumerate().rev() {
+            let left = case.lengths[s] - *done;
+            if left > 0 && random.below(3) > 0 {
+                let rows = if random.below(3) == 0 { 1 } else { random.between(1, left) };
+                parts.push((s, *done, rows));
+                *done += rows;
+            }
+        }
+        for (out, (s, start, rows)) in case.run(cpu, cache, tables, &parts).iter().zip(&parts) {
+            let expected = &expected[*s][start * width..][..rows * width];
+            assert_eq!(bits(out), bits(expected), "{what} {s} {start}");
+        }
+    }
+}
+
+#[test]
+fn rows_without_a_causal_limit_are_the_reference_and_have_the_same_bits_in_any_chunks() {
+    for seed in 300..310 {
+        let mut random = Random::new(seed);
+        // Longer than a span, and short.
+        let longest = if seed % 5 == 0 { 700 } else { 150 };
+        let lengths = lengths(&mut random, 2, longest);
+        let mut case = case(&mut random, lengths);
+        case.window = None;
+        case.visible = Some(case.lengths.iter().map(|len| random.between(1, *len)).collect());
+        let whole_store = cache(&case, &mut random, 16);
+        for alike in alike() {
+            let expected = case.run(&Cpu::with_isa(1, alike[0]), &whole_store.0, &whole_store.1, &case.whole());
+            for (s, len) in case.lengths.iter().enumerate() {
+                for row in [0, len / 3, len - 1] {
+                    let head = random.below(case.heads);
+                    let found = &expected[s][(row * case.heads + head) * case.head_dim..][..case.head_dim];
+                    for (y, expected) in found.iter().zip(case.reference(s, row, head, alike[0])) {
+                        near(*y, expected, &format!("{} seed {seed} sequence {s} row {row}", alike[0].name()));
+                    }
+                }
+            }
+            for (i, isa) in alike.into_iter().enumerate() {
+                let block_size = [16, 1, 5, 32, 24, 64][(seed as usize + i) % 6];
+                let store = cache(&case, &mut random, block_size);
+                let cpu = Cpu::with_isa(random.between(1, 3), isa);
+                let what = format!("{} block {block_size}", isa.name());
+                check_chunks(&case, (&cpu, &mut random), &store, &expected, &what);
+            }
+        }
+    }
+}
+
+#[test]
+fn a_row_that_sees_the_tokens_up_to_its_own_has_the_bits_of_causal_attention() {
+    for seed in 400..410 {
+        let mut random = Random::new(seed);
+        let lengths = lengths(&mut random, 4, 1100);
+        let mut case = case(&mut random, lengths);
+        case.window = None;
+        let (cache, tables) = cache(&case, &mut random, 16);
+        // The last row of each sequence, so that rows see as many tokens as there are.
+        let parts: Vec<_> = case.lengths.iter().enumerate().map(|(s, len)| (s, len - 1, 1)).collect();
+        for isa in Isa::all() {
+            let cpu = Cpu::with_isa(random.between(1, 3), isa);
+            case.visible = None;
+            let causal = case.run(&cpu, &cache, &tables, &parts);
+            case.visible = Some(case.lengths.clone());
+            for (causal, found) in causal.iter().zip(&case.run(&cpu, &cache, &tables, &parts)) {
+                assert_eq!(bits(found), bits(causal), "{} {:?}", isa.name(), case.lengths);
+            }
+        }
+    }
+}
+
 #[test]
 fn every_way_to_cut_batch_and_store_gives_the_same_bits() {
     for seed in 100..120 {
@@ -155,7 +242,6 @@ fn every_way_to_cut_batch_and_store_gives_the_same_bits() {
         let lengths = lengths(&mut random, 3, 150);
         let case = case(&mut random, lengths);
         let (whole_cache, whole_tables) = cache(&case, &mut random, 16);
-        let width = case.heads * case.head_dim;
         let whole = |isa| case.run(&Cpu::with_isa(1, isa), &whole_cache, &whole_tables, &case.whole());
         let each = alike().into_iter().flat_map(|alike| {
             let expected = whole(alike[0]);
@@ -163,25 +249,10 @@ fn every_way_to_cut_batch_and_store_gives_the_same_bits() {
         });
         for (i, (isa, expected)) in each.enumerate() {
             let block_size = [16, 1, 5, 32, 24, 64][(seed as usize + i) % 6];
-            let (cache, tables) = cache(&case, &mut random, block_size);
+            let store = cache(&case, &mut random, block_size);
             let cpu = Cpu::with_isa(random.between(1, 3), isa);
-            let mut done = vec![0; case.lengths.len()];
-            // Each call computes random chunks (some of one row, as in decode) of a random set of sequences.
-            while done != case.lengths {
-                let mut parts = vec![];
-                for (s, done) in done.iter_mut().enumerate().rev() {
-                    let left = case.lengths[s] - *done;
-                    if left > 0 && random.below(3) > 0 {
-                        let rows = if random.below(3) == 0 { 1 } else { random.between(1, left) };
-                        parts.push((s, *done, rows));
-                        *done += rows;
-                    }
-                }
-                for (out, (s, start, rows)) in case.run(&cpu, &cache, &tables, &parts).iter().zip(&parts) {
-                    let expected = &expected[*s][start * width..][..rows * width];
-                    assert_eq!(bits(out), bits(expected), "{} block {block_size} {s} {start}", isa.name());
-                }
-            }
+            let what = format!("{} block {block_size}", isa.name());
+            check_chunks(&case, (&cpu, &mut random), &store, &expected, &what);
         }
     }
 }
@@ -291,7 +362,13 @@ fn samples_take_their_prompt_together_and_long_contexts_are_shared_among_threads
     let table = |sample: u32| (0..64).chain([100 + sample]).collect::<Vec<u32>>();
     let tables: Vec<Vec<u32>> = (0..16).map(table).collect();
     let samples: Vec<AttentionSequence<'_>> = (0..16)
-        .map(|s| AttentionSequence { first_row: s, rows: 1, start_position: 1030 + s % 5, block_table: &tables[s] })
+        .map(|s| AttentionSequence {
+            first_row: s,
+            rows: 1,
+            start_position: 1030 + s % 5,
+            visible: None,
+            block_table: &tables[s],
+        })
         .collect();
     for (group, threads, together) in [(3, 1, 16), (3, 4, 8), (3, 64, 4), (8, 1, 15), (8, 16, 2), (8, 64, 1)] {
         let shape = AttentionShape { heads: 3 * group, scale: 1.0, sliding_window: None };
@@ -303,13 +380,14 @@ fn samples_take_their_prompt_together_and_long_contexts_are_shared_among_threads
 
     let shape = AttentionShape { heads: 9, scale: 1.0, sliding_window: None };
     let long: Vec<u32> = (0..300).collect();
-    let one = [AttentionSequence { first_row: 0, rows: 1, start_position: 4500, block_table: &long }];
+    let one = [AttentionSequence { first_row: 0, rows: 1, start_position: 4500, visible: None, block_table: &long }];
     assert_eq!(plan(&shape, &one, 1).tasks.len(), 3);
     let found = plan(&shape, &one, 2);
     let (tasks, spans) = (found.tasks.len(), found.splits.iter().map(|s| s.spans).collect::<Vec<_>>());
     assert_eq!((tasks, spans, found.partials), (3 * 9, vec![9; 3], 3 * 3 * 9));
 
-    let prompt = AttentionSequence { first_row: 0, rows: 1024, start_position: 0, block_table: &tables[0] };
+    let prompt =
+        AttentionSequence { first_row: 0, rows: 1024, start_position: 0, visible: None, block_table: &tables[0] };
     let found = plan(&shape, &[prompt], 2);
     assert_eq!((found.tasks.len(), found.splits.len()), (26 * 3, 0));
     assert!(found.tasks.iter().all(|t| (t.sequences, t.queries.min(72), t.shared_units) == (1, 72, 0)));

@@ -144,7 +144,7 @@ impl Flash {
         let values: Vec<bf16> = (0..2 * head_dim).map(|i| bf16::from_f32(value(i))).collect();
         self.context.copies.zero(cache.keys(), layout.bytes_per_block())?;
         self.context.copies.write(cache.values(), &values)?;
-        let sequence = AttentionSequence { first_row: 0, rows: 2, start_position: 0, block_table: &[0] };
+        let sequence = AttentionSequence { first_row: 0, rows: 2, start_position: 0, visible: None, block_table: &[0] };
         let input = StepInput {
             tokens: &[0, 0],
             positions: &[0, 1],

@@ -9,7 +9,7 @@ const SPAN: usize = 256;
 /// Positions that are read at once. `UNIT` in `cu/attention.cuh`.
 const UNIT: usize = 32;
 /// Words of a sequence. `Sequence` in `cu/attention.cuh`.
-const SEQUENCE_WORDS: usize = 6;
+const SEQUENCE_WORDS: usize = 7;
 /// Most memory for partial results: beyond it there is enough to do for whole queries.
 pub(in crate::cuda) const MAX_PARTIAL_BYTES: usize = 64 << 20;
 /// So many blocks for each multiprocessor keep it busy.
@@ -36,7 +36,7 @@ pub(in crate::cuda) struct CudaAttentionPlan {
 }
 
 struct SequenceExtent {
-    /// Positions up to the last row's own.
+    /// Positions that any row sees.
     len: usize,
     /// Blocks in its table.
     blocks: usize,
@@ -133,9 +133,9 @@ impl CudaAttentionPlan {
             plan.end = s.first_row + s.rows;
             // Partial results are not numbered where there are more than memory for them.
             let partials = u32::try_from(plan.partials).unwrap_or(u32::MAX);
-            words.extend([plan.rows, s.first_row, s.rows, s.start_position, table].map(word));
+            words.extend([plan.rows, s.first_row, s.rows, s.start_position, s.visible.unwrap_or(0), table].map(word));
             words.push(partials);
-            let len = s.start_position + s.rows;
+            let len = s.end();
             plan.sequences.push(SequenceExtent { len, blocks: s.block_table.len() });
             plan.rows += s.rows;
             plan.most_rows = plan.most_rows.max(s.rows);
@@ -145,7 +145,7 @@ impl CudaAttentionPlan {
             table += s.block_table.len();
         }
         for _ in 0..empty {
-            words.extend([plan.rows, plan.end, 0, 0, 0, 0].map(word));
+            words.extend([plan.rows, plan.end, 0, 0, 0, 0, 0].map(word));
         }
         with_rows.iter().for_each(|s| words.extend_from_slice(s.block_table));
         plan

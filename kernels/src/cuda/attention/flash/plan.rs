@@ -73,9 +73,10 @@ impl FlashPlan {
     }
 }
 
-/// Whether a sequence is computed by it, and not by our own kernels.
+/// Whether a sequence is computed by it, and not by our own kernels: a prompt of which the rows see tokens up to their
+/// own.
 pub(in crate::cuda) fn is_of_flash(sequence: &AttentionSequence<'_>) -> bool {
-    sequence.rows > 1
+    sequence.rows > 1 && sequence.visible.is_none()
 }
 
 #[cfg(test)]
@@ -88,6 +89,7 @@ mod tests {
             first_row,
             rows,
             start_position,
+            visible: None,
             block_table,
         };
         let mut words = vec![7];

@@ -28,7 +28,7 @@ fn rows_of_prompts_are_near_our_own_and_others_are_ours() {
         let sequences = PARTS.map(|(rows, start_position)| {
             let block_table = &blocks[first_block..][..(start_position + rows).div_ceil(32)];
             (first_row, first_block) = (first_row + rows, first_block + block_table.len());
-            AttentionSequence { first_row: first_row - rows, rows, start_position, block_table }
+            AttentionSequence { first_row: first_row - rows, rows, start_position, visible: None, block_table }
         });
         let (rows, width) = (first_row, 2 * group * head_dim);
         let tokens = vec![0; rows];
