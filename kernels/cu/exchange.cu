@@ -45,8 +45,7 @@ SUM_PARTS(8)
 extern "C" __global__ void join_columns(const float *parts, int width, float *out, int columns) {
     int64_t row = blockIdx.x, rank = blockIdx.y, rows = gridDim.x;
     const float *from = parts + (rank * rows + row) * width;
-    int64_t first = rank * width;
+    int first = blockIdx.y * width, end = min(width, columns - first);
     float *to = out + row * columns + first;
-    int64_t end = columns - first < width ? columns - first : width;
-    for (int64_t column = threadIdx.x; column < end; column += blockDim.x) to[column] = from[column];
+    for (int column = threadIdx.x; column < end; column += blockDim.x) to[column] = from[column];
 }
