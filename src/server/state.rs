@@ -43,7 +43,7 @@ pub struct ServingContext {
     pub forces_usage: bool,
     /// Whether answers of OpenAI's routes have the times of a sample.
     pub reports_times: bool,
-    /// Whether answers of OpenAI's routes have the tokens of prompts that the prefix cache had.
+    /// Whether usage figures over HTTP have the parts of prompts, such as the tokens found in the prefix cache.
     pub reports_prompt_details: bool,
     /// Whether answers of OpenAI's routes write tokens as their ids, unless a request says otherwise.
     pub writes_token_ids: bool,
