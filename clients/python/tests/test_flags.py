@@ -64,6 +64,7 @@ def test_the_model_may_be_the_first_argument(binary):
     (["--pipeline-parallel-size", "2"], "--pipeline-parallel-size 2: ranks share each layer: use --tp"),
     (["--quantization", "awq"], "--quantization awq: weights are served as bfloat16 or float32"),
     (["--no-enable-prefix-caching"], "the prefix cache is always on"),
+    (["--tool-call-parser", "pythonic"], "--tool-call-parser pythonic: the chat template says which of the formats"),
     (["--device", "cuda"], "this build is for the CPU; `make cuda` builds the server for NVIDIA GPUs"),
     (["--api-key", "short"], "the token has 5 characters; give 16"),
     (["--port", "8000", "--http-port", "8000"], "--port 8000: must be different from --http-port"),

@@ -473,7 +473,14 @@ def test_the_budget_is_the_same_on_every_route(scripted, address, model):
     sample = server.client.generate([prompt], sampling=SamplingParams(**chosen))[0].samples[0]
     assert sample.token_ids == ids
     assert sample.logprobs[2] == pytest.approx(sample.raw_logprobs[2], abs=1e-3) and sample.raw_logprobs[2] < -30
-    rendered = ask(address, "POST", f"{CHAT}/render", {"messages": QUESTION, "thinking_token_budget": 3}).body
+
+    def render(**members):
+        return ask(address, "POST", f"{CHAT}/render", {"messages": QUESTION, **members}).body
+
+    for members, ended in (({}, False), ({"include_reasoning": False}, True)):
+        assert render(**GRAMMAR, **members)["reasoning_ended"] is ended
+    assert "reasoning_ended" not in render()
+    rendered = render(thinking_token_budget=3)
     assert rendered["sampling_params"]["thinking_token_budget"] == 3
 
 
