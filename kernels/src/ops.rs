@@ -33,8 +33,7 @@ impl Ops {
     /// If the device fails.
     ///
     /// # Panics
-    /// If the positions are not `[rows, axes]`, a position has no or more than 3 axes, or a sequence has no visible
-    /// tokens.
+    /// If the positions do not have the shape `[rows, axes]`, if `axes` is not 1 to 3, or if a sequence sees no tokens.
     pub fn prepare<'a>(&self, input: StepInput<'a>) -> Result<Step<'a>> {
         input.check();
         let prepared = self.0.prepare(&input)?;
@@ -50,8 +49,8 @@ impl Ops {
     /// If the device fails.
     ///
     /// # Panics
-    /// As [`Ops::prepare`]; if a sequence has not one row or is not causal ([`AttentionSequence::visible`]), or there
-    /// are more than [`Padding::most_rows`].
+    /// As [`Ops::prepare`]. If a sequence has several rows or is not causal ([`AttentionSequence::visible`]), or if
+    /// there are more than [`Padding::most_rows`].
     pub fn prepare_padded<'a>(&self, input: StepInput<'a>, padding: Padding) -> Result<Step<'a>> {
         input.check();
         assert!(input.sequences.iter().all(|s| s.visible.is_none()), "the sequences of a padded step are causal");
@@ -175,7 +174,7 @@ impl Ops {
     /// differ in this table alone. If it is empty, all frequencies take the first axis.
     ///
     /// # Panics
-    /// If shapes do not agree, or a frequency has an axis that the step's positions have not.
+    /// If shapes do not agree, or if the positions of the step lack the axis of a frequency.
     pub fn rope(
         &self,
         x: &Tensor,

@@ -79,7 +79,7 @@ pub struct StepInput<'a> {
 
 impl<'a> StepInput<'a> {
     /// # Panics
-    /// If the positions are not `[rows, axes]`, there are no or too many axes, or a sequence has no visible tokens.
+    /// If the positions do not have the shape `[rows, axes]`, if `axes` is not 1 to 3, or if a sequence sees no tokens.
     pub(crate) fn check(&self) {
         let (rows, Self { axes, positions, .. }) = (self.tokens.len(), self);
         assert!((1..=MAX_AXES).contains(axes), "{axes} axes: a position has 1 to {MAX_AXES}");

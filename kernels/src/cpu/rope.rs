@@ -22,7 +22,7 @@ pub fn rope(cpu: &Cpu, x: RowsMut<'_>, head_dim: usize, positions: RotaryPositio
     assert!(axis_of.is_empty() || axis_of.len() == half, "an axis for every frequency");
     let x = x.share();
     cpu.for_ranges(rows, 2 * width, |from, to| {
-        // Of one row, gathered where its frequencies have different positions.
+        // One row's cosines and sines. They are gathered if its frequencies have different positions.
         let (mut row_cos, mut row_sin) = (vec![0.0; axis_of.len()], vec![0.0; axis_of.len()]);
         for i in from..to {
             // SAFETY: each row is in one range.
