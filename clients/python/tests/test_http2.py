@@ -357,3 +357,31 @@ def wait_until(done):
     while not done() and time.monotonic() < deadline:
         time.sleep(0.01)
     assert done()
+
+
+def test_close_waits_until_the_server_has_ended_the_call(monkeypatch):
+    monkeypatch.setattr("rollout_client._http2._CANCEL_SECONDS", 60)
+    ended = []
+
+    def end(server):
+        time.sleep(0.1)
+        ended.append(server.body)
+        server.answer(data=b"", status=[("grpc-status", "10")])
+
+    with peer(on_end=end) as server:
+        stream = call(server)
+        stream.send(b"one")
+        stream.close()
+        assert [messages_of(body) for body in ended] == [[b"one"]]
+        stream.close()
+        assert len(ended) == 1
+
+
+def test_close_returns_though_the_server_never_ends_the_call(monkeypatch):
+    monkeypatch.setattr("rollout_client._http2._CANCEL_SECONDS", 0.05)
+    with peer(on_end=lambda server: None) as server:
+        stream = call(server)
+        stream.send(b"one")
+        stream.close()
+        with pytest.raises(Cancelled):
+            stream.check()

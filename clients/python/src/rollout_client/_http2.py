@@ -9,6 +9,7 @@ requests.
 from __future__ import annotations
 
 import contextlib
+import select
 import socket
 import struct
 import threading
@@ -36,6 +37,7 @@ _FRAME_HEADER = struct.Struct(">BHBBI")
 _MESSAGE_PREFIX = struct.Struct(">BI")
 _READ_BYTES = 1 << 16
 _CONNECT_SECONDS = 20.0
+_CANCEL_SECONDS = 1.0
 # Detect a server whose machine has vanished in under a minute, as the other calls do.
 _KEEPALIVE = {"TCP_KEEPIDLE": 30, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 4, "TCP_USER_TIMEOUT": 50_000}
 
@@ -77,6 +79,7 @@ class ClientStream:
         self._windows = {_CONNECTION: _WINDOW_BYTES, _STREAM: 0}
         self._ended = False
         self._error: RolloutError | None = None
+        self._last_request_sent = False
         # Used by the reader thread only, until the end.
         self._received = bytearray()
         self._headers: dict[str, str] = {}
@@ -130,7 +133,7 @@ class ClientStream:
         Raises:
             RolloutError: the server has ended the call with this error.
         """
-        self._write(_data_header(0, end=True))
+        self._end_requests()
         with self._changed:
             self._changed.wait_for(lambda: self._ended)
         if self._error is not None:
@@ -152,7 +155,15 @@ class ClientStream:
         self._end(Cancelled("the call was cancelled by this client"))
 
     def close(self) -> None:
-        """Cancels the call if it has not ended, and closes the connection."""
+        """Cancels the call if it has not ended, and closes the connection.
+
+        Waits up to a second until the server has ended the call: by then it can begin another one in its place. A
+        server that only sees the connection close may see the next call first.
+        """
+        if not (self._ended or self._last_request_sent) and self._can_write():
+            self._end_requests()
+            with self._changed:
+                self._changed.wait_for(lambda: self._ended, _CANCEL_SECONDS)
         self.cancel()
         self._reader.join()
         self._socket.close()
@@ -216,6 +227,17 @@ class ClientStream:
             for stream in self._windows:
                 self._windows[stream] -= room
             return room
+
+    def _end_requests(self) -> None:
+        self._last_request_sent = True
+        self._write(_data_header(0, end=True))
+
+    def _can_write(self) -> bool:
+        """Whether the connection takes a short frame at once."""
+        try:
+            return bool(select.select([], [self._socket], [], 0)[1])
+        except (OSError, ValueError):  # it is closed, or select cannot watch so high a number
+            return False
 
     def _write(self, *parts: bytes | memoryview) -> None:
         """Writes whole frames. The reader reports a broken connection, after it has read the server's last frames."""

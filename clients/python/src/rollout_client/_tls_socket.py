@@ -44,6 +44,10 @@ class TlsSocket:
                     self._socket.sendall(self._to_send.read())
                 raise
 
+    def fileno(self) -> int:
+        """The file descriptor, for `select`."""
+        return self._socket.fileno()
+
     def settimeout(self, timeout: float | None) -> None:
         """Sets the seconds that each later wait may take; None means no limit."""
         self._socket.settimeout(timeout)
