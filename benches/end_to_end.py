@@ -153,11 +153,15 @@ def add_floors(model: dict, limits: Limits) -> None:
 
 def best_of(a: Limits, b: Limits) -> Limits:
     """The larger of each limit, because other load on this machine can make it slow for minutes."""
-    bf16 = [dot for dot in (a.bf16_dot_gflops, b.bf16_dot_gflops) if dot is not None]
+
+    def largest(*found: float | None) -> float | None:
+        return max((gflops for gflops in found if gflops is not None), default=None)
+
     return replace(
         a,
         f32_fma_gflops=max(a.f32_fma_gflops, b.f32_fma_gflops),
-        bf16_dot_gflops=max(bf16, default=None),
+        bf16_dot_gflops=largest(a.bf16_dot_gflops, b.bf16_dot_gflops),
+        bf16_tile_gflops=largest(a.bf16_tile_gflops, b.bf16_tile_gflops),
         read_gb_per_s=max(a.read_gb_per_s, b.read_gb_per_s),
     )
 

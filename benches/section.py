@@ -21,7 +21,7 @@ def markdown(report: dict) -> str:
 def section(report: dict, model: dict) -> str:
     """The section of one model: how it was measured, then a line for each workload and engine."""
     limits, memory = report["limits"], model["memory"]
-    bf16, peak = limits["bf16_dot_gflops"], memory["peak_resident_bytes"]
+    dot, tile, peak = limits["bf16_dot_gflops"], limits["bf16_tile_gflops"], memory["peak_resident_bytes"]
     peak_mib = "?" if peak is None else f"{peak / 2**20:,.0f}"
     absent = [f"{name} is absent: {reason}" for name, reason in model["absent"].items()]
     lines = [
@@ -31,7 +31,8 @@ def section(report: dict, model: dict) -> str:
         f"- commit: {report['commit']}",
         f"- command: `{report['command']}`",
         f"- limits, the best of before and after: f32 FMA {limits['f32_fma_gflops']:.0f} GFLOP/s "
-        f"({limits['instructions']}), bf16 dot {'none' if bf16 is None else f'{bf16:.0f} GFLOP/s'}, memory read "
+        f"({limits['instructions']}), bf16 dot {'none' if dot is None else f'{dot:.0f} GFLOP/s'}, "
+        f"{'' if tile is None else f'bf16 tiles {tile:.0f} GFLOP/s, '}memory read "
         f"{limits['read_gb_per_s']:.1f} GB/s, {limits['threads']} threads; the server's kernel is {model['kernel']}",
         f"- start: {model['start_seconds'][OURS]:.2f} s from process start to first token, model in the page cache",
         f"- memory: peak resident {peak_mib} MiB, ceiling {memory['ceiling_bytes'] / 2**20:,.0f} MiB",

@@ -77,12 +77,13 @@ class Limits:
     instructions: str
     f32_fma_gflops: float
     bf16_dot_gflops: float | None
+    bf16_tile_gflops: float | None
     read_gb_per_s: float
 
     def peak_gflops(self, dtype: str) -> float:
         """GFLOP/s of the fastest way to multiply weights of this type."""
-        bf16 = self.bf16_dot_gflops if dtype == "bfloat16" else None
-        return max(self.f32_fma_gflops, bf16 or 0.0)
+        bf16 = [self.bf16_dot_gflops, self.bf16_tile_gflops] if dtype == "bfloat16" else []
+        return max(self.f32_fma_gflops, *(gflops or 0.0 for gflops in bf16))
 
 
 def measure_limits(binary: str) -> Limits:

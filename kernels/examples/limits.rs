@@ -1,5 +1,6 @@
 //! Measures the limits of this machine on all its cores and prints them as one line of JSON:
-//! `{"threads", "instructions", "f32_fma_gflops", "bf16_dot_gflops" (null without the instruction), "read_gb_per_s"}`.
+//! `{"threads", "instructions", "f32_fma_gflops", "bf16_dot_gflops" and "bf16_tile_gflops" (null without the instruction),
+//! "read_gb_per_s"}`.
 //!
 //! The benches put their figures beside these. Each figure is the best of a few runs, since other processes can only
 //! slow a run down.
@@ -7,6 +8,9 @@
 use std::hint::black_box;
 use std::sync::Barrier;
 use std::time::{Duration, Instant};
+
+#[cfg(target_arch = "x86_64")]
+use rollout_kernels::cpu::Isa;
 
 /// Independent accumulators: they cover latency times throughput (4 or 5 cycles, 2 a cycle) on every core in question.
 const ACCUMULATORS: usize = 12;
@@ -33,10 +37,13 @@ fn main() {
         flops / best(COMPUTE_RUNS, threads, |_| _ = black_box((burner.run)())).as_secs_f64() / 1e9
     };
     let f32_fma_gflops = gflops(&fma);
-    let bf16_dot_gflops = bf16_dot().map_or("null".to_string(), |burner| format!("{:.1}", gflops(&burner)));
+    let or_null =
+        |burner: Option<Burner>| burner.map_or("null".to_string(), |burner| format!("{:.1}", gflops(&burner)));
+    let (bf16_dot_gflops, bf16_tile_gflops) = (or_null(bf16_dot()), or_null(bf16_tile()));
     println!(
         "{{\"threads\": {threads}, \"instructions\": \"{}\", \"f32_fma_gflops\": {f32_fma_gflops:.1}, \
-         \"bf16_dot_gflops\": {bf16_dot_gflops}, \"read_gb_per_s\": {:.1}}}",
+         \"bf16_dot_gflops\": {bf16_dot_gflops}, \"bf16_tile_gflops\": {bf16_tile_gflops}, \
+         \"read_gb_per_s\": {:.1}}}",
         fma.instructions,
         read_gb_per_s(threads)
     );
@@ -111,6 +118,16 @@ fn bf16_dot() -> Option<Burner> {
     None
 }
 
+/// The loop of products of bfloat16 tiles, if this machine has AMX.
+fn bf16_tile() -> Option<Burner> {
+    #[cfg(target_arch = "x86_64")]
+    if Isa::from_name("amx").is_some() {
+        let flops = x86::TILES * 16 * 16 * 32 * 2;
+        return Some(Burner { instructions: "amx", flops_per_round: flops / x86::TILE_ROUNDS, run: x86::tile_amx });
+    }
+    None
+}
+
 /// Separate multiplications and additions: without a guaranteed FMA instruction, `mul_add` would call a library
 /// function.
 fn multiply_add_portable() -> f32 {
@@ -126,6 +143,7 @@ fn multiply_add_portable() -> f32 {
 
 #[cfg(target_arch = "x86_64")]
 mod x86 {
+    use std::arch::asm;
     use std::arch::x86_64::*;
     use std::hint::black_box;
 
@@ -157,6 +175,56 @@ mod x86 {
             }
         }
         accumulators.iter().map(|&a| _mm256_cvtss_f32(a)).sum()
+    }
+
+    /// Products of one round of the loop in [`tile_amx`].
+    pub const TILES: usize = 4;
+    /// A product of tiles takes as long as some dozens of other instructions, so there are fewer of them.
+    pub const TILE_ROUNDS: usize = 8;
+
+    /// Needs a processor with AMX, which this process may use.
+    pub fn tile_amx() -> f32 {
+        #[repr(C, align(64))]
+        struct Aligned([u8; 1024]);
+        let mut config = Aligned([0; 1024]);
+        config.0[0] = 1;
+        for tile in 0..8 {
+            (config.0[16 + 2 * tile], config.0[48 + tile]) = (64, 16);
+        }
+        // Pairs of small numbers: tiles of zeros may be multiplied in less time.
+        let (mut tile, small) = (Aligned([0; 1024]), black_box(0x3a83_u16).to_le_bytes());
+        tile.0.as_chunks_mut::<2>().0.fill(small);
+        // SAFETY: the caller has found AMX. The configuration has its 64 bytes, and the tiles 1024.
+        unsafe {
+            asm!(
+                "ldtilecfg [{config}]",
+                "tilezero tmm0",
+                "tilezero tmm1",
+                "tilezero tmm2",
+                "tilezero tmm3",
+                "tileloadd tmm4, [{tile} + {line}*1]",
+                "tileloadd tmm5, [{tile} + {line}*1]",
+                "tileloadd tmm6, [{tile} + {line}*1]",
+                "tileloadd tmm7, [{tile} + {line}*1]",
+                "2:",
+                "tdpbf16ps tmm0, tmm4, tmm6",
+                "tdpbf16ps tmm1, tmm4, tmm7",
+                "tdpbf16ps tmm2, tmm5, tmm6",
+                "tdpbf16ps tmm3, tmm5, tmm7",
+                "dec {rounds}",
+                "jnz 2b",
+                "tilestored [{tile} + {line}*1], tmm3",
+                "tilerelease",
+                config = in(reg) &raw const config,
+                tile = in(reg) &raw mut tile,
+                line = in(reg) 64_usize,
+                rounds = inout(reg) ROUNDS / TILE_ROUNDS => _,
+                out("tmm0") _, out("tmm1") _, out("tmm2") _, out("tmm3") _,
+                out("tmm4") _, out("tmm5") _, out("tmm6") _, out("tmm7") _,
+                options(nostack),
+            );
+        }
+        f32::from(tile.0[7])
     }
 
     #[target_feature(enable = "avx512f,avx512bf16")]

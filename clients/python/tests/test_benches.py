@@ -16,7 +16,14 @@ import section
 from engines import OURS, PLAIN, Ours, PeerFailedError
 from workloads import WORKLOADS, Limits
 
-LIMITS = Limits(threads=2, instructions="avx512f", f32_fma_gflops=400.0, bf16_dot_gflops=800.0, read_gb_per_s=40.0)
+LIMITS = Limits(
+    threads=2,
+    instructions="avx512f",
+    f32_fma_gflops=400.0,
+    bf16_dot_gflops=800.0,
+    bf16_tile_gflops=None,
+    read_gb_per_s=40.0,
+)
 
 
 class FakePeer:
