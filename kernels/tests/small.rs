@@ -4,7 +4,7 @@
 use std::ops::Range;
 
 use candle_core::Tensor;
-use rollout_kernels::cpu::Isa;
+use rollout_kernels::cpu::{Isa, Products};
 use rollout_kernels::{
     Activations, AttentionSequence, AttentionShape, Backend, BlockCopy, Device, DeviceOptions, Distribution, KvLayout,
     LoraDelta, LowRank, Matrix, MatrixShape, Merge, MergeBase, Ops, RowTasks, SamplingTask, StepInput, StorageDtype,
@@ -217,11 +217,11 @@ impl Rank {
 fn every_operator_has_the_same_bits_on_every_kernel_and_number_of_threads() {
     // Threads that wait for work spin, which takes Miri's time from those that have some.
     let threads = if cfg!(miri) { 1..=1 } else { 1..=3 };
-    for rounds_activations in [false, true] {
-        let isas = Isa::all().into_iter().filter(|isa| isa.rounds_activations() == rounds_activations);
+    for products in [Products::Widened, Products::Pairs, Products::Tiles] {
+        let isas = Isa::all().into_iter().filter(|isa| isa.products() == products);
         let ranks = isas.flat_map(|isa| threads.clone().map(move |threads| (isa.name(), threads)));
         let mut results = ranks.map(|(kernel, threads)| (Rank::new(kernel, threads).run(), kernel, threads));
-        let (expected, ..) = results.next().expect("every processor can run both kinds");
+        let (expected, ..) = results.next().expect("every processor can run all kinds");
         for (found, kernel, threads) in results {
             assert!(found == expected, "{kernel} on {threads} threads");
         }

@@ -25,6 +25,7 @@ pub enum ReasoningChoice {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 pub enum KernelChoice {
     Auto,
+    Amx,
     #[value(name = "avx512_bf16")]
     Avx512Bf16,
     #[value(name = "avx512f")]
@@ -36,6 +37,9 @@ pub enum KernelChoice {
     /// processors.
     #[value(name = "avx512_bf16_emulated", hide = true)]
     Avx512Bf16Emulated,
+    /// The same for amx.
+    #[value(name = "amx_emulated", hide = true)]
+    AmxEmulated,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]

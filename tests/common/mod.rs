@@ -45,12 +45,14 @@ pub fn path_of(variable: &str, built: &str) -> PathBuf {
     std::env::var_os(variable).map_or_else(|| built.into(), PathBuf::from)
 }
 
-/// Instruction sets on which results are checked: all that this processor has, and avx512_bf16, whose results differ
-/// from the others', by emulation if the processor lacks it.
+/// Instruction sets on which results are checked: all that this processor has, and by emulation those that it lacks
+/// whose results differ from the others'.
 pub fn kernels() -> Vec<&'static str> {
     let mut names: Vec<_> = Isa::available().into_iter().map(Isa::name).collect();
-    if !names.contains(&"avx512_bf16") {
-        names.push("avx512_bf16_emulated");
+    for (kernel, emulated) in [("avx512_bf16", "avx512_bf16_emulated"), ("amx", "amx_emulated")] {
+        if !names.contains(&kernel) {
+            names.push(emulated);
+        }
     }
     println!("instruction sets: {names:?}");
     names

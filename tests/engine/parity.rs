@@ -143,11 +143,16 @@ fn instruction_sets_give_the_same_bits() {
                 assert_eq!(engine.context().info.kernel, kernel);
                 score(&engine, &sequences).into_iter().map(f32::to_bits).collect()
             };
-            let (plain, rounding) = (bits("scalar"), bits("avx512_bf16_emulated"));
-            assert_eq!(plain == rounding, dtype == "float32", "only bfloat16 weights make activations bfloat16");
+            let (plain, pairs, tiles) = (bits("scalar"), bits("avx512_bf16_emulated"), bits("amx_emulated"));
+            assert_eq!(plain == pairs, dtype == "float32", "only bfloat16 weights make activations bfloat16");
+            assert_eq!(pairs == tiles, dtype == "float32", "only bfloat16 weights are multiplied as tiles");
             for kernel in kernels() {
                 println!("{model} {dtype} on {kernel}");
-                let expected = if kernel.starts_with("avx512_bf16") { &rounding } else { &plain };
+                let expected = match kernel {
+                    "avx512_bf16" | "avx512_bf16_emulated" => &pairs,
+                    "amx" | "amx_emulated" => &tiles,
+                    _ => &plain,
+                };
                 assert!(bits(kernel) == *expected, "{model} {dtype} on {kernel}");
             }
         }

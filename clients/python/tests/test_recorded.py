@@ -3,8 +3,8 @@
 `tests/fixtures/recorded.json` has a digest of the outputs of each case. A change that is meant to change bits (another
 order of a sum) writes it anew with `make record`, and says in its commit why. No case may be missing from it.
 
-There are two records, for kernels that multiply float32 and for those that multiply pairs of bfloat16 (`avx512_bf16`);
-within each all instruction sets and all numbers of ranks give the same bits.
+There are three records: for kernels that multiply float32, for those that multiply pairs of bfloat16 (`avx512_bf16`) and
+for those that multiply tiles (`amx`). Within each all instruction sets and all numbers of ranks give the same bits.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from serving import FIXTURES, server
 RECORD = FIXTURES / "recorded.json"
 MODELS = ["llama", "llama-tied", "qwen2", "qwen3", "mistral"]
 DTYPES = ["float32", "bfloat16"]
-DOTS = "avx512_bf16"
+RECORDS = {"avx512_bf16": "dots", "amx": "tiles"}
 RANK = 4
 # A prefix of several blocks that two prompts share, one block less a token, and a single token.
 SHARED = [(7 * i * i + 3) % 500 for i in range(70)]
@@ -164,7 +164,7 @@ def outcomes(binary, model, dtype, ranks, kernel):
     """Digests by case, and which record they belong to."""
     flags = ["--dtype", dtype, "--tp", ranks, "--kernel", kernel, "--max-adapters", 2]
     with server(binary, FIXTURES / model, *flags) as client:
-        record = "dots" if client.info().kernel.startswith(DOTS) else "products"
+        record = RECORDS.get(client.info().kernel.removesuffix("_emulated"), "products")
         return record, sampling_cases(client) | push_cases(client, read_model(FIXTURES / model))
 
 
@@ -179,7 +179,7 @@ def records(request):
     RECORD.write_text(json.dumps(written, indent=1, sort_keys=True) + "\n")
 
 
-@pytest.mark.parametrize("kernel", ["auto", "scalar", f"{DOTS}_emulated"])
+@pytest.mark.parametrize("kernel", ["auto", "scalar", *(f"{kernel}_emulated" for kernel in RECORDS)])
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("model", MODELS)

@@ -196,7 +196,7 @@ def test_flags_are_environment_variables_too(binary):
 
 def test_each_kernel_is_shown_by_info_or_refused_with_those_that_are_there(binary, tmp_path):
     served, refused = [], {}
-    for kernel in ("avx512_bf16", "avx512f", "avx2", "neon", "scalar", "avx512_bf16_emulated"):
+    for kernel in ("amx", "avx512_bf16", "avx512f", "avx2", "neon", "scalar", "avx512_bf16_emulated", "amx_emulated"):
         log = tmp_path / kernel
         flags = [*SMALL_CACHE, "--kernel", kernel]
         try:
@@ -205,7 +205,7 @@ def test_each_kernel_is_shown_by_info_or_refused_with_those_that_are_there(binar
                 served.append(kernel)
         except RolloutError:
             refused[kernel] = log.read_text()
-    assert {"scalar", "avx512_bf16_emulated"} <= set(served)
+    assert {"scalar", "avx512_bf16_emulated", "amx_emulated"} <= set(served)
     there = ", ".join(kernel for kernel in served if not kernel.endswith("emulated"))
     for kernel, said in refused.items():
         assert f"--kernel {kernel}: this processor lacks it; it has {there}" in said
@@ -213,7 +213,7 @@ def test_each_kernel_is_shown_by_info_or_refused_with_those_that_are_there(binar
     plain = {name: value for name, value in os.environ.items() if name != "ROLLOUT_KERNEL"}
     ask = [binary, "--help"]
     described = subprocess.run(ask, capture_output=True, text=True, timeout=60, check=True, env=plain).stdout
-    assert "[possible values: auto, avx512_bf16, avx512f, avx2, neon, scalar]" in described
+    assert "[possible values: auto, amx, avx512_bf16, avx512f, avx2, neon, scalar]" in described
     assert "emulated" not in described
 
 

@@ -156,7 +156,9 @@ mod tests {
         }
         let emulated = instruction_set("avx512_bf16_emulated", &all).expect("every processor can");
         assert_eq!((emulated.name(), emulated.is_emulated()), ("avx512_bf16_emulated", true));
-        for name in ["avx512_bf16", "avx512f", "avx2", "neon"] {
+        let emulated = instruction_set("amx_emulated", &all).expect("every processor can");
+        assert_eq!((emulated.name(), emulated.is_emulated()), ("amx_emulated", true));
+        for name in ["amx", "avx512_bf16", "avx512f", "avx2", "neon"] {
             let refused = instruction_set(name, &plain).expect_err("it is not there").to_string();
             assert_eq!(refused, format!("--kernel {name}: this processor lacks it; it has scalar"));
             let is_there = Isa::available().iter().any(|isa| isa.name() == name);

@@ -1,5 +1,7 @@
 //! Instruction sets, found at run time.
 
+#[cfg(target_arch = "x86_64")]
+use super::amx;
 #[cfg(target_arch = "aarch64")]
 use super::lanes::Neon;
 #[cfg(target_arch = "x86_64")]
@@ -11,9 +13,21 @@ use super::lanes::{Lanes, Scalar};
 pub struct Isa {
     /// The instructions that kernels are compiled for.
     level: Level,
-    /// Whether the results of avx512_bf16 are emulated on a level without its instruction, which takes several times as
-    /// long.
-    emulates_bf16: bool,
+    /// How bfloat16 weights are multiplied.
+    products: Products,
+    /// Whether the products have the results of instructions that the level lacks, which takes several times as long.
+    is_emulated: bool,
+}
+
+/// How bfloat16 weights, keys and values are multiplied. The results of each have their own bits.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Products {
+    /// In float32, to which they are widened.
+    Widened,
+    /// As dot products of bfloat16 pairs, by avx512_bf16. The other factors are rounded to bfloat16.
+    Pairs,
+    /// In linear layers as products of tiles, by AMX; elsewhere as [`Pairs`](Self::Pairs).
+    Tiles,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -59,28 +73,33 @@ impl Isa {
                 && is_x86_feature_detected!("avx512bw")
                 && is_x86_feature_detected!("avx512dq")
                 && is_x86_feature_detected!("avx512vl");
-            if avx512 && is_x86_feature_detected!("avx512bf16") {
-                found.push(Isa::real(Level::Avx512Bf16));
+            let avx512_bf16 = avx512 && is_x86_feature_detected!("avx512bf16");
+            if avx512_bf16 && amx::is_available() {
+                found.push(Isa::real(Level::Avx512Bf16, Products::Tiles));
+            }
+            if avx512_bf16 {
+                found.push(Isa::real(Level::Avx512Bf16, Products::Pairs));
             }
             if avx512 {
-                found.push(Isa::real(Level::Avx512));
+                found.push(Isa::real(Level::Avx512, Products::Widened));
             }
             if avx2 {
-                found.push(Isa::real(Level::Avx2));
+                found.push(Isa::real(Level::Avx2, Products::Widened));
             }
         }
         #[cfg(target_arch = "aarch64")]
-        found.push(Isa::real(Level::Neon));
-        found.push(Isa::real(Level::Scalar));
+        found.push(Isa::real(Level::Neon, Products::Widened));
+        found.push(Isa::real(Level::Scalar, Products::Widened));
         found
     }
 
-    /// The [`available`](Isa::available) instruction sets, then avx512_bf16 emulated on each of them that lacks it, so
-    /// that tests can check that arithmetic on every processor.
+    /// The [`available`](Isa::available) instruction sets, then avx512_bf16 emulated on each of them that lacks it, and
+    /// AMX emulated on the fastest, so that tests can check that arithmetic on every processor.
     pub fn all() -> Vec<Isa> {
         let mut all = Isa::available();
         let without = all.clone().into_iter().filter(|isa| !isa.rounds_activations());
-        all.extend(without.map(|isa| Isa { emulates_bf16: true, ..isa }));
+        all.extend(without.map(|isa| Isa { products: Products::Pairs, is_emulated: true, ..isa }));
+        all.push(Isa { products: Products::Tiles, is_emulated: true, ..all[0] });
         all
     }
 
@@ -89,17 +108,23 @@ impl Isa {
         Isa::all().into_iter().find(|isa| isa.name() == name)
     }
 
-    fn real(level: Level) -> Isa {
-        Isa { level, emulates_bf16: false }
+    fn real(level: Level, products: Products) -> Isa {
+        Isa { level, products, is_emulated: false }
     }
 
     pub fn is_emulated(self) -> bool {
-        self.emulates_bf16
+        self.is_emulated
+    }
+
+    pub fn products(self) -> Products {
+        self.products
     }
 
     pub fn name(self) -> &'static str {
         match self.level {
-            _ if self.emulates_bf16 => "avx512_bf16_emulated",
+            _ if self.products == Products::Tiles && self.is_emulated => "amx_emulated",
+            _ if self.products == Products::Tiles => "amx",
+            _ if self.is_emulated => "avx512_bf16_emulated",
             Level::Scalar => "scalar",
             #[cfg(target_arch = "aarch64")]
             Level::Neon => "neon",
@@ -115,12 +140,7 @@ impl Isa {
     /// Whether the values that bfloat16 is multiplied by are rounded to bfloat16 first: activations in
     /// [`linear`](super::linear()), queries and softmax weights in [`paged_attention`](super::paged_attention).
     pub fn rounds_activations(self) -> bool {
-        match self.level {
-            _ if self.emulates_bf16 => true,
-            #[cfg(target_arch = "x86_64")]
-            Level::Avx512Bf16 => true,
-            _ => false,
-        }
+        self.products != Products::Widened
     }
 
     /// How many accumulators of 16 lanes a kernel may hold in registers.

@@ -3,10 +3,11 @@
 //! The first argument of each operator is a [`Cpu`], which says where it runs. Kernels are written once over
 //! [`lanes::Lanes`], 16 float32 lanes with the same operations on every instruction set, so all instruction sets give
 //! the same bits. The exceptions are [`linear()`] with bfloat16 weights and [`paged_attention`] over a bfloat16 cache
-//! on `avx512_bf16`: its instruction takes both factors in bfloat16, so activations, queries and softmax weights are
-//! rounded first. All other instruction sets can emulate it.
+//! on `avx512_bf16` and `amx`: their instructions take both factors in bfloat16, so activations, queries and softmax
+//! weights are rounded first. All other instruction sets can emulate them.
 
 mod activation;
+mod amx;
 mod attention;
 mod dequantise;
 mod device;
@@ -36,7 +37,7 @@ pub use attention::paged_attention;
 pub use dequantise::dequantise;
 pub(crate) use device::CpuDevice;
 pub use finite::{StoredBits, first_saturated};
-pub use isa::Isa;
+pub use isa::{Isa, Products};
 pub use kv::KvBlocks;
 pub use linear::{linear, linear_silu_mul};
 pub use low_rank::add_low_rank;

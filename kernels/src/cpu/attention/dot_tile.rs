@@ -10,6 +10,7 @@
 use super::blocks::{KvUnit, NO_LINES, PrefetchLines};
 use super::units::{UNIT, VECTORS, state_len};
 use crate::cpu::Isa;
+use crate::cpu::amx::TILE_ROWS;
 use crate::cpu::isa::Kernel;
 use crate::cpu::lanes::{LANES, Lanes};
 use half::bf16;
@@ -21,13 +22,15 @@ pub(super) const QUERIES_ALONE: usize = 12;
 /// The most queries of a tile that is one of several. Each takes four vectors of positions or columns, which needs the
 /// fewest loads per product.
 pub(super) const QUERIES_BESIDE: usize = 6;
+/// The most queries of a tile where products are those of AMX.
+pub(super) const QUERIES_TILE: usize = TILE_ROWS;
 /// How far a score may exceed the reference of its query, as an exponent of 2.
 const SLACK: f32 = 8.0;
 /// The most vectors of positions or of columns side by side.
 const WIDEST: usize = 4;
 /// Zeros in place of an unseen position that is paired with a seen one: its values in the cache may never have been
 /// written.
-static UNSEEN: [bf16; WIDEST * LANES] = [bf16::ZERO; WIDEST * LANES];
+pub(super) static UNSEEN: [bf16; WIDEST * LANES] = [bf16::ZERO; WIDEST * LANES];
 
 /// The queries of a tile that attend to a unit, rounded to bfloat16, and their softmax states.
 pub(super) struct RoundedQueries<'a> {
@@ -38,7 +41,7 @@ pub(super) struct RoundedQueries<'a> {
     /// The factor of `q · k` that makes scores exponents of 2.
     pub scale: f32,
     /// The positions of the unit that each query sees, as the first one and the one after the last.
-    pub seen: [(u8, u8); QUERIES_ALONE],
+    pub seen: [(u8, u8); QUERIES_TILE],
     /// The positions of the unit that any of the queries sees.
     pub positions: Range<usize>,
     /// The score that each query's softmax weights are relative to, as an exponent of 2; `-inf` before the first unit.
@@ -174,45 +177,13 @@ impl<const MR: usize, const AHEAD: bool> AttendUnit<'_, MR, AHEAD> {
         }
     }
 
-    /// Hides positions that a query does not see, turns scores into softmax weights, rounds these to bfloat16 and adds
-    /// the rounded ones to the sum of exponentials.
+    /// Turns scores into softmax weights, see [`softmax_weights`].
     #[inline(always)]
     fn weights<L: Lanes>(&mut self, scores: &mut [[L; VECTORS]; MR], weights: &mut SoftmaxWeights<MR>) {
-        let state_len = state_len(self.active.head_dim);
-        let scale = L::splat(self.active.scale);
-        let ones = L::splat(f32::from_bits(0x3f80_3f80));
         for m in 0..MR {
-            let (from, end) = self.active.seen[m];
-            let lanes = &mut scores[m];
-            if from > 0 || end < UNIT as u8 {
-                // A shift by 64 or more would overflow: all bits are below such a position.
-                let below = |position: u8| u64::MAX.checked_shl(position.into()).map_or(u64::MAX, |bits| !bits);
-                let seen = below(end) & !below(from);
-                for v in 0..VECTORS {
-                    let bits = (seen >> (v * LANES)) as u32 & 0xffff;
-                    lanes[v] = lanes[v].or_where_unset(bits, f32::NEG_INFINITY);
-                }
-            }
-            let most = lanes[0].max(lanes[1]).max(lanes[2].max(lanes[3]));
-            let state = &mut self.active.states[m * state_len..(m + 1) * state_len];
-            let reference = &mut self.active.references[m];
-            if *reference == f32::NEG_INFINITY {
-                *reference = most.largest() * self.active.scale;
-            } else if most.mul_add(scale, L::splat(-*reference)).within(SLACK, f32::INFINITY) != 0 {
-                let raised = most.largest() * self.active.scale;
-                rescale::<L>(state, *reference - raised);
-                *reference = raised;
-            }
-            // A query that has seen nothing yet has only hidden scores, and `-inf - -inf` would be NaN.
-            let less = L::splat(if *reference == f32::NEG_INFINITY { 0.0 } else { -*reference });
-            for v in 0..VECTORS {
-                lanes[v] = lanes[v].mul_add(scale, less).exp2();
-            }
-            let (low, high) = (L::rounded_pairs(lanes[0], lanes[1]), L::rounded_pairs(lanes[2], lanes[3]));
+            let [low, high] = self.active.softmax_weights(m, &mut scores[m]);
             let (to, _) = weights.0[m].as_chunks_mut::<LANES>();
             (to[0], to[1]) = (low.to_array(), high.to_array());
-            let total = &mut state.as_chunks_mut::<LANES>().0[0];
-            *total = L::from_array(total).dot_pairs(low, ones).dot_pairs(high, ones).to_array();
         }
     }
 
@@ -272,6 +243,46 @@ impl<const MR: usize, const AHEAD: bool> AttendUnit<'_, MR, AHEAD> {
     }
 }
 
+impl RoundedQueries<'_> {
+    /// Hides positions that query `m` does not see, turns its scores into softmax weights, rounds these to bfloat16
+    /// pairs and adds the rounded ones to the sum of exponentials.
+    #[inline(always)]
+    pub fn softmax_weights<L: Lanes>(&mut self, m: usize, lanes: &mut [L; VECTORS]) -> [L; 2] {
+        let state_len = state_len(self.head_dim);
+        let scale = L::splat(self.scale);
+        let ones = L::splat(f32::from_bits(0x3f80_3f80));
+        let (from, end) = self.seen[m];
+        if from > 0 || end < UNIT as u8 {
+            // A shift by 64 or more would overflow: all bits are below such a position.
+            let below = |position: u8| u64::MAX.checked_shl(position.into()).map_or(u64::MAX, |bits| !bits);
+            let seen = below(end) & !below(from);
+            for v in 0..VECTORS {
+                let bits = (seen >> (v * LANES)) as u32 & 0xffff;
+                lanes[v] = lanes[v].or_where_unset(bits, f32::NEG_INFINITY);
+            }
+        }
+        let most = lanes[0].max(lanes[1]).max(lanes[2].max(lanes[3]));
+        let state = &mut self.states[m * state_len..(m + 1) * state_len];
+        let reference = &mut self.references[m];
+        if *reference == f32::NEG_INFINITY {
+            *reference = most.largest() * self.scale;
+        } else if most.mul_add(scale, L::splat(-*reference)).within(SLACK, f32::INFINITY) != 0 {
+            let raised = most.largest() * self.scale;
+            rescale::<L>(state, *reference - raised);
+            *reference = raised;
+        }
+        // A query that has seen nothing yet has only hidden scores, and `-inf - -inf` would be NaN.
+        let less = L::splat(if *reference == f32::NEG_INFINITY { 0.0 } else { -*reference });
+        for v in 0..VECTORS {
+            lanes[v] = lanes[v].mul_add(scale, less).exp2();
+        }
+        let (low, high) = (L::rounded_pairs(lanes[0], lanes[1]), L::rounded_pairs(lanes[2], lanes[3]));
+        let total = &mut state.as_chunks_mut::<LANES>().0[0];
+        *total = L::from_array(total).dot_pairs(low, ones).dot_pairs(high, ones).to_array();
+        [low, high]
+    }
+}
+
 /// Multiplies a softmax state by `2^power`.
 #[inline(always)]
 fn rescale<L: Lanes>(state: &mut [f32], power: f32) {
@@ -282,10 +293,10 @@ fn rescale<L: Lanes>(state: &mut [f32], power: f32) {
     }
 }
 
-/// Rounds a query to bfloat16 pairs: its first 32 elements go to `to[0]`, the next 32 to `to[step]`, and so on.
+/// Rounds a query to bfloat16 pairs: its first `pairs` (8 or 16) go to `to[0]`, the next ones to `to[step]`, and so on.
 /// Prefetches the query `ahead` float32 values further on.
-pub(super) fn round_query(isa: Isa, query: &[f32], ahead: usize, to: &mut [[f32; LANES]], step: usize) {
-    isa.dispatch(RoundQuery { query, ahead, to, step });
+pub(super) fn round_query(isa: Isa, query: &[f32], ahead: usize, to: &mut [[f32; LANES]], step: usize, pairs: usize) {
+    isa.dispatch(RoundQuery { query, ahead, to, step, pairs });
 }
 
 struct RoundQuery<'a> {
@@ -293,6 +304,7 @@ struct RoundQuery<'a> {
     ahead: usize,
     to: &'a mut [[f32; LANES]],
     step: usize,
+    pairs: usize,
 }
 
 impl Kernel for RoundQuery<'_> {
@@ -302,11 +314,13 @@ impl Kernel for RoundQuery<'_> {
     #[inline(always)]
     fn run<L: Lanes>(self) {
         let (vectors, _) = self.query.as_chunks::<LANES>();
-        for i in 0..vectors.len().div_ceil(2) {
-            let low = &vectors[2 * i];
+        let of_line = 2 * self.pairs / LANES;
+        for i in 0..vectors.len().div_ceil(of_line) {
+            let low = &vectors[of_line * i];
             L::prefetch_near(low.as_ptr().wrapping_add(self.ahead).cast());
             L::prefetch_near(low.as_ptr().wrapping_add(self.ahead + LANES).cast());
-            let high = if 2 * i + 1 < vectors.len() { L::from_array(&vectors[2 * i + 1]) } else { L::zero() };
+            let has_second = of_line == 2 && 2 * i + 1 < vectors.len();
+            let high = if has_second { L::from_array(&vectors[2 * i + 1]) } else { L::zero() };
             self.to[i * self.step] = L::rounded_pairs(L::from_array(low), high).to_array();
         }
     }

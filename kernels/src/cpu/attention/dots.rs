@@ -6,11 +6,13 @@
 
 use super::AttentionCall;
 use super::blocks::{Blocks, PrefetchLines, gathered_len};
-use super::dot_tile::{QUERIES_ALONE, QUERIES_BESIDE, RoundedQueries, round_query, take};
+use super::dot_tile::{QUERIES_ALONE, QUERIES_BESIDE, QUERIES_TILE, RoundedQueries, round_query, take};
 use super::plan::AttentionTask;
 use super::span::fold;
 use super::task::{KvPass, NextKeys, each_pass, places_of, put};
+use super::tiles::{self, UnitTiles, tile_pairs};
 use super::units::{SPAN, TileSize, UNIT, state_len};
+use crate::cpu::isa::{Isa, Products};
 use crate::cpu::lanes::LANES;
 use crate::cpu::rows::SharedSlice;
 use crate::kv_layout::KvLayout;
@@ -22,15 +24,27 @@ pub(super) const TILE_SIZE: TileSize = TileSize { alone: QUERIES_ALONE, beside: 
 const MOST_QUERIES: usize = TILE_SIZE.most_of_task();
 
 /// Float32 values of scratch that [`run`] needs: copies of a unit's keys and values for block sizes that are not whole
-/// vectors, and two softmax states and the rounded query for each query.
-pub(super) fn scratch_len(layout: &KvLayout) -> usize {
-    gathered_len(layout) + MOST_QUERIES * (2 * state_len(layout.head_dim) + query_len(layout.head_dim))
+/// vectors, and two softmax states and the rounded query for each query. Products of tiles need the unit in tiles, and
+/// read the queries of a tile as 16 even if there are fewer.
+pub(super) fn scratch_len(isa: Isa, layout: &KvLayout) -> usize {
+    let head_dim = layout.head_dim;
+    let of_queries = MOST_QUERIES * (2 * state_len(head_dim) + query_len(isa, head_dim));
+    let of_tiles = if uses_tiles(isa) { tiles::scratch_len(head_dim) + QUERIES_TILE * LANES } else { 0 };
+    gathered_len(layout) + of_tiles + of_queries
 }
 
-/// Float32 values that hold one rounded query: whole vectors of 16 bfloat16 pairs. The second half of the last vector
-/// may be zeros.
-fn query_len(head_dim: usize) -> usize {
-    head_dim.div_ceil(2 * LANES) * LANES
+fn uses_tiles(isa: Isa) -> bool {
+    isa.products() == Products::Tiles
+}
+
+/// Bfloat16 pairs in a vector of a rounded query.
+fn query_pairs(isa: Isa, head_dim: usize) -> usize {
+    if uses_tiles(isa) { tile_pairs(head_dim) } else { LANES }
+}
+
+/// Float32 values that hold one rounded query: whole vectors. The second half of the last one, or of each, may be zeros.
+fn query_len(isa: Isa, head_dim: usize) -> usize {
+    head_dim.div_ceil(2 * query_pairs(isa, head_dim)) * LANES
 }
 
 /// Computes the outputs of the task's queries, or their partial results.
@@ -43,9 +57,15 @@ pub(super) fn run<'a>(
 ) {
     let layout = call.cache.layout();
     let (gathered, rest) = scratch.split_at_mut(gathered_len(layout));
+    let (of_tiles, rest) =
+        rest.split_at_mut(if uses_tiles(call.isa) { tiles::scratch_len(layout.head_dim) } else { 0 });
+    let mut tiles = match of_tiles {
+        [] => None,
+        scratch => Some(UnitTiles::new(call.isa, layout.head_dim, task.queries as usize, scratch)),
+    };
     let mut queries = TaskQueries::new(call, task, rest);
     let mut blocks = Blocks::new(call, task.kv_head as usize, gathered);
-    each_pass(call, task, after, |pass| queries.units(call, &mut blocks, &pass));
+    each_pass(call, task, after, |pass| queries.units(call, &mut blocks, tiles.as_mut(), &pass));
     put(call, task, queries.results(call), partials);
 }
 
@@ -60,7 +80,7 @@ struct TaskQueries<'a> {
     /// Softmax states `[queries][state_len]`: of the span being computed, and of the spans before it.
     states: &'a mut [f32],
     states_before: &'a mut [f32],
-    /// The rounded queries: `[head_dim / 32][queries][16]` pairs of bfloat16.
+    /// The rounded queries: `[vector][queries][16]` pairs of bfloat16.
     q: &'a [f32],
     count: usize,
 }
@@ -71,27 +91,35 @@ impl<'a> TaskQueries<'a> {
         let count = task.queries as usize;
         let (states, rest) = memory.split_at_mut(count * state_len(head_dim));
         let (states_before, rest) = rest.split_at_mut(count * state_len(head_dim));
-        let q = &mut rest[..count * query_len(head_dim)];
+        let q = rest;
         states.fill(0.0);
         let mut seen = [(0, 0); MOST_QUERIES];
         for (query, place) in places_of(call, task).enumerate() {
             seen[query] = place.seen;
             let elements = &call.q.row(place.row)[place.column..][..head_dim];
             // The query four rows further on is prefetched.
-            round_query(call.isa, elements, 4 * call.q.stride(), &mut q.as_chunks_mut().0[query..], count);
+            let (ahead, pairs) = (4 * call.q.stride(), query_pairs(call.isa, head_dim));
+            round_query(call.isa, elements, ahead, &mut q.as_chunks_mut().0[query..], count, pairs);
         }
         let none = [f32::NEG_INFINITY; MOST_QUERIES];
         TaskQueries { seen, reference: none, reference_before: none, states, states_before, q, count }
     }
 
     /// Runs the queries of a pass over its positions, unit by unit.
-    fn units(&mut self, call: &AttentionCall<'_>, blocks: &mut Blocks<'_, bf16>, pass: &KvPass<'_>) {
+    fn units(
+        &mut self,
+        call: &AttentionCall<'_>,
+        blocks: &mut Blocks<'_, bf16>,
+        mut tiles: Option<&mut UnitTiles<'_>>,
+        pass: &KvPass<'_>,
+    ) {
         let each = self.seen[pass.queries.clone()].iter();
         let each = each.map(|(from, end)| *from.max(&pass.positions.start)..*end.min(&pass.positions.end));
         let all = each.filter(|seen| !seen.is_empty()).reduce(|a, b| a.start.min(b.start)..a.end.max(b.end));
         let Range { start, end } = all.unwrap_or(0..0);
         for base in (start / UNIT * UNIT..end).step_by(UNIT) {
-            let unit = blocks.find(pass.sequence, base, start.saturating_sub(base)..(end - base).min(UNIT));
+            let positions = start.saturating_sub(base)..(end - base).min(UNIT);
+            let unit = blocks.find(pass.sequence, base, positions.clone());
             // The first tile of a unit prefetches what is read next: the unit's values while it computes scores, and
             // while it adds weighted values the keys of the next unit, or of the next pass.
             let next = if gathered_len(call.cache.layout()) > 0 {
@@ -104,14 +132,24 @@ impl<'a> TaskQueries<'a> {
             let step = 2 * LANES * size_of::<bf16>();
             let ahead = [unit.values, next].map(|at| PrefetchLines { at: at.map(<*const bf16>::cast), step });
             let mut ahead = Some(&ahead);
+            if let (Some(tiles), Some(ahead)) = (&mut tiles, ahead) {
+                // SAFETY: `find` has found all these positions.
+                unsafe { tiles.pack(&unit, positions, ahead) };
+            }
             let taking = self.taking(&pass.queries, base);
             let count = taking.len();
-            let tiles = if count <= QUERIES_ALONE { 1 } else { count.div_ceil(QUERIES_BESIDE) };
-            for i in 0..tiles {
-                let range = taking.start + count * i / tiles..taking.start + count * (i + 1) / tiles;
-                if let Some(active) = self.active(call, range, base, &pass.positions) {
+            let parts = match tiles {
+                Some(_) => count.div_ceil(QUERIES_TILE),
+                None if count <= QUERIES_ALONE => 1,
+                None => count.div_ceil(QUERIES_BESIDE),
+            };
+            for i in 0..parts {
+                let range = taking.start + count * i / parts..taking.start + count * (i + 1) / parts;
+                match (self.active(call, range, base, &pass.positions), &mut tiles) {
+                    (Some(active), Some(tiles)) => tiles.take(active),
                     // SAFETY: `find` has found all positions that any of the queries sees.
-                    unsafe { take(call.isa, active, &unit, ahead.take()) };
+                    (Some(active), None) => unsafe { take(call.isa, active, &unit, ahead.take()) },
+                    (None, _) => {}
                 }
             }
             if (base + UNIT).is_multiple_of(SPAN) {
@@ -138,7 +176,7 @@ impl<'a> TaskQueries<'a> {
     ) -> Option<RoundedQueries<'_>> {
         let head_dim = call.cache.layout().head_dim;
         let whole = |seen: &(usize, usize)| seen.0 <= base && base + UNIT <= seen.1;
-        let (mut seen, mut all) = ([(0, UNIT as u8); QUERIES_ALONE], 0..UNIT);
+        let (mut seen, mut all) = ([(0, UNIT as u8); QUERIES_TILE], 0..UNIT);
         // Most tiles of a long prompt see the whole unit: they skip the search for the visible positions.
         if positions.start > base || positions.end < base + UNIT || !self.seen[queries.clone()].iter().all(whole) {
             let inside =

@@ -9,7 +9,7 @@
 //!
 //! There are two kinds of arithmetic. [`tile`] and [`mod@unit`] multiply in float32 and widen keys and values as they
 //! are read. [`dots`] and [`dot_tile`] multiply pairs of bfloat16, for an instruction set that has an instruction for
-//! these dot products.
+//! these dot products; where it has products of tiles, [`tiles`] multiplies in place of the latter.
 
 use super::isa::Isa;
 use super::kv::KvBlocks;
@@ -27,6 +27,7 @@ mod planner;
 mod span;
 mod task;
 mod tile;
+mod tiles;
 mod unit;
 mod units;
 
@@ -64,7 +65,7 @@ pub fn paged_attention(
     let partials = partials.floats(plan.partials * partial_len(layout.head_dim));
     let call = AttentionCall { isa: cpu.isa(), q, shape, sequences, cache, out: out.share() };
     let shared = SharedSlice::new(partials);
-    let scratch = if dots { dots::scratch_len(&layout) } else { tile::scratch_len(tile, &layout) };
+    let scratch = if dots { dots::scratch_len(cpu.isa(), &layout) } else { tile::scratch_len(tile, &layout) };
     cpu.pool().run_with_scratch(plan.tasks.len(), scratch, |i, scratch| {
         let task = &plan.tasks[i];
         // Threads claim tasks in ascending order, so this thread's next task is probably as many further on as there

@@ -1,5 +1,5 @@
 use super::super::testing::{Random, bits};
-use super::super::{Isa, Rows, RowsMut};
+use super::super::{Isa, Products, Rows, RowsMut};
 use super::plan::AttentionPlan;
 use super::*;
 use crate::kv_layout::KvLayout;
@@ -112,11 +112,10 @@ impl Case {
     }
 }
 
-/// The instruction sets that have the same bits: those that round the queries and weights of a bfloat16 cache, and the
-/// others.
-fn alike() -> [Vec<Isa>; 2] {
-    let (rounding, others) = Isa::all().into_iter().partition(|isa| isa.rounds_activations());
-    [rounding, others]
+/// The instruction sets that have the same bits: those whose products are the same.
+fn alike() -> [Vec<Isa>; 3] {
+    [Products::Widened, Products::Pairs, Products::Tiles]
+        .map(|products| Isa::all().into_iter().filter(|isa| isa.products() == products).collect())
 }
 
 fn near(found: f32, (expected, distance): (f64, f64), what: &str) {
@@ -265,7 +264,7 @@ fn a_long_context_decodes_as_it_prefills_on_any_number_of_threads() {
         case.window = window;
         let (cache, tables) = cache(&case, &mut random, 16);
         let width = case.heads * case.head_dim;
-        let [rounding, others] = alike().map(|alike| {
+        let wholes = alike().map(|alike| {
             let whole = case.run(&Cpu::with_isa(1, alike[0]), &cache, &tables, &case.whole()).remove(0);
             // Equalities alone would pass if all implementations left out the same span.
             for row in [511, 512, 1023, 1099] {
@@ -275,8 +274,8 @@ fn a_long_context_decodes_as_it_prefills_on_any_number_of_threads() {
             }
             whole
         });
-        for (isa, threads) in Isa::all().into_iter().zip([3, 2, 4, 5, 1, 2, 3]) {
-            let whole = if isa.rounds_activations() { &rounding } else { &others };
+        for (isa, threads) in Isa::all().into_iter().zip([3, 2, 4, 5, 1].into_iter().cycle()) {
+            let whole = &wholes[isa.products() as usize];
             let cpu = Cpu::with_isa(threads, isa);
             for position in [0, 63, 64, 511, 512, 700, 1023, 1024, 1099] {
                 // One row is one task and six rows are several tiles; in both cases threads share the spans.
@@ -332,13 +331,13 @@ fn sequences_that_share_blocks_have_the_bits_they_have_alone() {
         };
         let mut parts: Vec<(usize, usize, usize)> = case.lengths.iter().enumerate().map(last).collect();
         random.shuffle(&mut parts);
-        let [rounding, others] = alike().map(|alike| {
+        let alone = alike().map(|alike| {
             let cpu = Cpu::with_isa(1, alike[0]);
             let alone = |part: &(usize, usize, usize)| case.run(&cpu, &cache, &separate, &[*part]).remove(0);
             parts.iter().map(alone).collect::<Vec<_>>()
         });
         for isa in Isa::all() {
-            let expected = if isa.rounds_activations() { &rounding } else { &others };
+            let expected = &alone[isa.products() as usize];
             let cpu = Cpu::with_isa(random.between(1, 3), isa);
             let found = case.run(&cpu, &cache, &tables, &parts);
             for ((found, expected), part) in found.iter().zip(expected).zip(&parts) {

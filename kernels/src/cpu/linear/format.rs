@@ -97,7 +97,7 @@ impl LinearFormat for RoundedPairs {
 
 /// Rounds up to 32 elements to 16 bfloat16 pairs, with zeros in place of missing elements.
 #[inline(always)]
-fn rounded_pairs<L: Lanes>(x: &[f32]) -> L {
+pub(in crate::cpu) fn rounded_pairs<L: Lanes>(x: &[f32]) -> L {
     let pairs = match x.first_chunk::<{ 2 * LANES }>() {
         Some(pairs) => *pairs,
         None => {

@@ -4,9 +4,11 @@
 //! order, and the leaves are added as a balanced binary tree: `((0+1)+(2+3))+((4+5)+(6+7))`. The order depends on
 //! nothing else, so a row has the same bits in any batch. Tensor-parallel ranks that each hold a run of leaves get the
 //! result of the whole matrix when their results are added as a tree.
+//!
+//! On AMX a leaf is summed tile by tile instead, in an order that depends on its length alone: see [`tiles`].
 
 use super::activation::SiluMul;
-use super::isa::{Isa, Kernel};
+use super::isa::{Isa, Kernel, Products};
 use super::lanes::{LANES, Lanes};
 use super::packed::PackedMatrix;
 use super::pool::Cpu;
@@ -14,6 +16,7 @@ use super::rows::{Rows, RowsMut, SharedRows};
 use super::tile::{Format, LINE, Pairs, Prefetch, RoundedPairs, Single};
 use crate::values::StorageDtype;
 use format::LinearFormat;
+pub(super) use format::rounded_pairs;
 use half::bf16;
 use plan::LinearPlan;
 use register::{LinearTile, Out, Sums, TileWeights, WIDEST};
@@ -22,6 +25,7 @@ use std::ops::Range;
 mod format;
 mod plan;
 mod register;
+mod tiles;
 
 /// `out[rows, n] = x[rows, k] · wᵀ + bias[n]`, float32 accumulation; see the module for the order of the sums.
 ///
@@ -51,10 +55,11 @@ fn by_format(cpu: &Cpu, x: Rows<'_>, w: &PackedMatrix, bias: Option<&[f32]>, out
     if x.rows() == 0 {
         return;
     }
-    match (w.dtype(), cpu.isa().rounds_activations()) {
+    match (w.dtype(), cpu.isa().products()) {
         (StorageDtype::F32, _) => run::<Single<f32>>(cpu, x, w, bias, out, gated),
-        (StorageDtype::Bf16, false) => run::<Pairs<bf16>>(cpu, x, w, bias, out, gated),
-        (StorageDtype::Bf16, true) => run::<RoundedPairs>(cpu, x, w, bias, out, gated),
+        (StorageDtype::Bf16, Products::Widened) => run::<Pairs<bf16>>(cpu, x, w, bias, out, gated),
+        (StorageDtype::Bf16, Products::Pairs) => run::<RoundedPairs>(cpu, x, w, bias, out, gated),
+        (StorageDtype::Bf16, Products::Tiles) => tiles::run(cpu, x, w, bias, out, gated),
     }
 }
 

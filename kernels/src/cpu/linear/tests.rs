@@ -1,4 +1,5 @@
 use super::super::activation::silu_mul;
+use super::super::amx::TileShape;
 use super::super::testing::require::{left_out, require};
 use super::super::testing::{Random, bits, close, dot_pair};
 use super::*;
@@ -43,15 +44,24 @@ fn product(cpu: &Cpu, x: &[f32], matrix: &PackedMatrix, bias: Option<&[f32]>) ->
 }
 
 /// One output in the order that the module documents: leaves in ascending order, then a balanced tree, then the bias. A
-/// leaf adds one product after the other, or one pair of rounded products after the other.
-fn in_order(rounds: bool, x: &[f32], w: &[f32], leaves: usize, bias: Option<f32>) -> f32 {
+/// leaf adds one product after the other, or one pair of rounded products after the other, or tile after tile.
+fn in_order(products: Products, x: &[f32], w: &[f32], leaves: usize, bias: Option<f32>) -> f32 {
     let leaf = x.len() / leaves;
-    let dot = |(x, w): (&[f32], &[f32])| match rounds {
-        false => x.iter().zip(w).fold(0.0_f32, |sum, (x, w)| x.mul_add(*w, sum)),
-        true => x.chunks(2).zip(w.chunks(2)).fold(0.0_f32, |sum, (x, w)| {
-            let pair = |values: &[f32]| [values[0], values.get(1).copied().unwrap_or(0.0)];
-            dot_pair(sum, pair(x).map(|x| bf16::from_f32(x).to_f32()), pair(w))
-        }),
+    let pair = |values: &[f32]| [values[0], values.get(1).copied().unwrap_or(0.0)];
+    let rounded = |x: &[f32]| pair(x).map(|x| bf16::from_f32(x).to_f32());
+    let dot = |(x, w): (&[f32], &[f32])| match products {
+        Products::Widened => x.iter().zip(w).fold(0.0_f32, |sum, (x, w)| x.mul_add(*w, sum)),
+        Products::Pairs => x.chunks(2).zip(w.chunks(2)).fold(0.0_f32, |sum, (x, w)| dot_pair(sum, rounded(x), pair(w))),
+        Products::Tiles => {
+            let tile = 2 * TileShape::new(1, x.len().div_ceil(2)).pairs;
+            x.chunks(tile).zip(w.chunks(tile)).fold(0.0_f32, |sum, (x, w)| {
+                let of_tile = x.chunks(2).zip(w.chunks(2)).fold([0.0_f32; 2], |sums, (x, w)| {
+                    let (x, w) = (rounded(x), pair(w));
+                    [0, 1].map(|i| x[i].mul_add(w[i], sums[i]))
+                });
+                sum + (of_tile[0] + of_tile[1])
+            })
+        }
     };
     let mut sums: Vec<f32> = x.chunks(leaf).zip(w.chunks(leaf)).map(dot).collect();
     while sums.len() > 1 {
@@ -63,13 +73,14 @@ fn in_order(rounds: bool, x: &[f32], w: &[f32], leaves: usize, bias: Option<f32>
 impl Case {
     /// The expected bits of row `i` and column `j` of the product on an instruction set.
     fn expected(&self, isa: Isa, i: usize, j: usize) -> f32 {
-        self.expected_of(isa.rounds_activations() && self.matrix.dtype() == StorageDtype::Bf16, i, j)
+        let is_bf16 = self.matrix.dtype() == StorageDtype::Bf16;
+        self.expected_of(if is_bf16 { isa.products() } else { Products::Widened }, i, j)
     }
 
-    fn expected_of(&self, rounds: bool, i: usize, j: usize) -> f32 {
+    fn expected_of(&self, products: Products, i: usize, j: usize) -> f32 {
         let k = self.matrix.k();
         let (x, w) = (&self.x[i * k..][..k], &self.weights[j * k..][..k]);
-        in_order(rounds, x, w, self.matrix.leaves(), self.bias.as_ref().map(|b| b[j]))
+        in_order(products, x, w, self.matrix.leaves(), self.bias.as_ref().map(|b| b[j]))
     }
 }
 
@@ -246,7 +257,7 @@ fn rounded_activations_are_packed_as_pairs() {
         let mut random = Random::new(seed);
         let (m, n, k) = (random.between(1, 30), random.between(1, 90), random.between(1, 90));
         let case = case(&mut random, StorageDtype::Bf16, m, n, k);
-        let expected: Vec<f32> = (0..m * n).map(|i| case.expected_of(true, i / n, i % n)).collect();
+        let expected: Vec<f32> = (0..m * n).map(|i| case.expected_of(Products::Pairs, i / n, i % n)).collect();
         for isa in Isa::all() {
             let mut out = vec![f32::NAN; m * n];
             let (x, bias) = (Rows::dense(&case.x, k), case.bias.as_deref());
@@ -260,7 +271,7 @@ fn rounded_activations_are_packed_as_pairs() {
 /// their definition.
 #[test]
 fn avx512_bf16_is_its_emulation() {
-    let real = Isa::available().into_iter().find(|isa| isa.rounds_activations());
+    let real = Isa::from_name("avx512_bf16");
     require!(real.is_some() || left_out("ROLLOUT_REQUIRE_ISA", "this processor lacks avx512_bf16"));
     let real = real.expect("it is there");
     for seed in 300..340 {
