@@ -3,8 +3,8 @@
 `tests/fixtures/recorded.json` has a digest of the outputs of each case. A change that is meant to change bits (another
 order of a sum) writes it anew with `make record`, and says in its commit why. No case may be missing from it.
 
-There are three records: for kernels that multiply float32, for those that multiply pairs of bfloat16 (`avx512_bf16`) and
-for those that multiply tiles (`amx`). Within each all instruction sets and all numbers of ranks give the same bits.
+There are three records: for kernels that multiply float32, for those that multiply pairs of bfloat16 (`avx512_bf16`),
+and for those that multiply tiles (`amx`). Within each all instruction sets and all numbers of ranks give the same bits.
 """
 
 from __future__ import annotations
