@@ -1,7 +1,7 @@
 //! Instruction sets, found at run time.
 
 #[cfg(target_arch = "x86_64")]
-use super::amx;
+use super::amx_detection;
 #[cfg(target_arch = "aarch64")]
 use super::lanes::Neon;
 #[cfg(target_arch = "x86_64")]
@@ -74,7 +74,7 @@ impl Isa {
                 && is_x86_feature_detected!("avx512dq")
                 && is_x86_feature_detected!("avx512vl");
             let avx512_bf16 = avx512 && is_x86_feature_detected!("avx512bf16");
-            if avx512_bf16 && amx::is_available() {
+            if avx512_bf16 && amx_detection::is_available() {
                 found.push(Isa::real(Level::Avx512Bf16, Products::Tiles));
             }
             if avx512_bf16 {

@@ -8,6 +8,8 @@
 
 mod activation;
 mod amx;
+#[cfg(target_arch = "x86_64")]
+mod amx_detection;
 mod attention;
 mod dequantise;
 mod device;

@@ -1,45 +1,14 @@
-//! Intel's tile unit (AMX) through inline assembly: a product of tiles over a whole leaf of the reduction.
+//! Intel's tile unit through inline assembly.
 //!
 //! The compiler does not know tile registers as values, so each product is one `asm!` block, from clearing the sums to
 //! storing them.
 
 use std::arch::asm;
-use std::sync::OnceLock;
 
 use half::bf16;
 
+use super::super::amx_detection::is_available;
 use super::{TILE_PAIRS, TILE_PANELS, TILE_ROWS, TILE_SUMS, TileOperands, TileShape};
-
-/// Whether this processor has the instructions and Linux lets this process use them. Asks Linux the first time.
-pub(crate) fn is_available() -> bool {
-    static AVAILABLE: OnceLock<bool> = OnceLock::new();
-    *AVAILABLE.get_or_init(|| has_instructions() && is_permitted())
-}
-
-/// Whether CPUID reports tiles and their products of bfloat16 pairs.
-fn has_instructions() -> bool {
-    const FEATURES: u32 = 7;
-    const AMX_BF16: u32 = 1 << 22;
-    const AMX_TILE: u32 = 1 << 24;
-    if std::arch::x86_64::__cpuid(0).eax < FEATURES {
-        return false;
-    }
-    let found = std::arch::x86_64::__cpuid_count(FEATURES, 0).edx;
-    found & AMX_BF16 != 0 && found & AMX_TILE != 0
-}
-
-/// Requests the state of tiles from Linux for all threads of this process; 5.16 or newer grants it.
-fn is_permitted() -> bool {
-    #[cfg(target_os = "linux")]
-    {
-        const ARCH_REQ_XCOMP_PERM: libc::c_ulong = 0x1023;
-        const XFEATURE_XTILEDATA: libc::c_ulong = 18;
-        // SAFETY: the call takes no pointer, and changes only what the threads of this process may use.
-        unsafe { libc::syscall(libc::SYS_arch_prctl, ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA) == 0 }
-    }
-    #[cfg(not(target_os = "linux"))]
-    false
-}
 
 /// The operand of `ldtilecfg`: bytes of a row and rows of each tile.
 #[repr(C, align(64))]
@@ -53,12 +22,12 @@ struct TileConfig {
 
 /// The tiles of this thread are configured until this is dropped: 0 to 3 for sums, 4 and 5 for activations, 6 and 7 for
 /// weights.
-pub(crate) struct Configured(TileShape);
+pub(crate) struct ConfiguredTiles(TileShape);
 
-impl Configured {
+impl ConfiguredTiles {
     /// # Panics
     /// If the processor has no tiles, or the shape is none of theirs.
-    pub fn new(shape: TileShape) -> Configured {
+    pub fn new(shape: TileShape) -> ConfiguredTiles {
         const LINE: u16 = 64;
         assert!(is_available(), "this processor has no tiles");
         assert!((1..=TILE_ROWS).contains(&shape.rows) && (1..=TILE_PAIRS).contains(&shape.pairs), "{shape:?}");
@@ -74,7 +43,7 @@ impl Configured {
         // SAFETY: the processor has the instruction by the first assertion, the operand has its 64 bytes, and the tiles
         // have such a shape by the second.
         unsafe { asm!("ldtilecfg [{}]", in(reg) &raw const config, options(nostack)) };
-        Configured(shape)
+        ConfiguredTiles(shape)
     }
 
     /// Stores the products as [`TileUnit::multiply`](super::TileUnit::multiply) does.
@@ -96,7 +65,7 @@ impl Configured {
     }
 }
 
-impl Drop for Configured {
+impl Drop for ConfiguredTiles {
     /// Releases the tiles: those in use are 8 KiB more to save at each context switch.
     fn drop(&mut self) {
         // SAFETY: the processor has the instruction, since the value exists.

@@ -14,8 +14,7 @@ mod tests;
 use half::bf16;
 
 use super::isa::Isa;
-use super::lanes::{LANES, Lanes};
-use super::linear::rounded_pairs;
+use super::lanes::{LANES, Lanes, rounded_pairs};
 
 /// The most rows of a tile.
 pub(crate) const TILE_ROWS: usize = 16;
@@ -62,7 +61,7 @@ pub(crate) struct TileOperands<const R: usize> {
     pub steps: usize,
 }
 
-/// Rounds a row of activations to bfloat16 pairs, `pairs` in each line. What a line has behind them is not read.
+/// Rounds a row of activations to bfloat16 pairs, `pairs` in each line. Values behind them in a line are not read.
 #[inline(always)]
 pub(crate) fn pack_row<'a, L: Lanes>(row: &[f32], pairs: usize, lines: impl Iterator<Item = &'a mut [f32; LANES]>) {
     for (line, elements) in lines.zip(row.chunks(2 * pairs)) {
@@ -70,11 +69,10 @@ pub(crate) fn pack_row<'a, L: Lanes>(row: &[f32], pairs: usize, lines: impl Iter
     }
 }
 
-/// What multiplies tiles of one shape, for one thread and a short time: the tile unit is configured until this is
-/// dropped.
+/// The tile unit of a thread, or its emulation, for tiles of one shape. The unit is configured until this is dropped.
 pub(crate) enum TileUnit {
     #[cfg(target_arch = "x86_64")]
-    Hardware(hardware::Configured),
+    Hardware(hardware::ConfiguredTiles),
     Emulated(Isa, TileShape),
 }
 
@@ -84,7 +82,7 @@ impl TileUnit {
     pub fn new(isa: Isa, shape: TileShape) -> TileUnit {
         #[cfg(target_arch = "x86_64")]
         if !isa.is_emulated() {
-            return TileUnit::Hardware(hardware::Configured::new(shape));
+            return TileUnit::Hardware(hardware::ConfiguredTiles::new(shape));
         }
         TileUnit::Emulated(isa, shape)
     }
@@ -106,10 +104,4 @@ impl TileUnit {
             TileUnit::Emulated(isa, shape) => unsafe { emulation::multiply(*isa, *shape, operands, sums) },
         }
     }
-}
-
-/// Whether this processor has the tile unit, and Linux lets this process use it.
-#[cfg(target_arch = "x86_64")]
-pub(crate) fn is_available() -> bool {
-    hardware::is_available()
 }

@@ -98,7 +98,7 @@ fn the_emulation_has_the_documented_order() {
 #[test]
 fn the_tile_unit_is_its_emulation() {
     let real = Isa::from_name("amx");
-    require!(real.is_some() || left_out("ROLLOUT_REQUIRE_AMX", "this processor lacks AMX"));
+    require!(real.is_some() || left_out("ROLLOUT_REQUIRE_ISA", "this processor lacks AMX"));
     let (real, emulated) = (real.expect("it is there"), Isa::from_name("amx_emulated").expect("every processor can"));
     for seed in 0..2000 {
         let mut random = Random::new(seed);

@@ -42,7 +42,8 @@ fn query_pairs(isa: Isa, head_dim: usize) -> usize {
     if uses_tiles(isa) { tile_pairs(head_dim) } else { LANES }
 }
 
-/// Float32 values that hold one rounded query: whole vectors. The second half of the last one, or of each, may be zeros.
+/// Float32 values that hold one rounded query: whole vectors. The second half of the last one, or of each, may be
+/// zeros.
 fn query_len(isa: Isa, head_dim: usize) -> usize {
     head_dim.div_ceil(2 * query_pairs(isa, head_dim)) * LANES
 }

@@ -35,7 +35,7 @@ pub(super) struct UnitTiles<'a> {
     isa: Isa,
     shape: TileShape,
     head_dim: usize,
-    multiplies: TileUnit,
+    unit: TileUnit,
     /// Keys `[vector of positions][pair of elements][position]` and values `[vector of columns][pair of
     /// positions][column]`, each a bfloat16 pair.
     keys: &'a mut [f32],
@@ -53,11 +53,11 @@ impl<'a> UnitTiles<'a> {
         let (keys, rest) = scratch.split_at_mut(UNIT * head_dim / 2);
         let (values, rest) = rest.split_at_mut(UNIT * head_dim / 2);
         let (sums, weights) = rest.split_at_mut(VECTORS * TILE_SUMS);
-        UnitTiles { isa, shape, head_dim, multiplies: TileUnit::new(isa, shape), keys, values, sums, weights }
+        UnitTiles { isa, shape, head_dim, unit: TileUnit::new(isa, shape), keys, values, sums, weights }
     }
 
-    /// Packs the `positions` of a unit that any query sees. Prefetches `ahead`: the first lines while it packs keys, the
-    /// second ones while it packs values.
+    /// Packs the `positions` of a unit that any query sees. Prefetches `ahead`: the first lines while it packs keys,
+    /// the second ones while it packs values.
     ///
     /// # Safety
     /// The keys of every vector of the unit that contains one of the positions are readable, and the values of the
@@ -159,7 +159,7 @@ impl Kernel for TakeUnit<'_, '_, '_> {
                 let operands = TileOperands { x, x_step: active.q_step, w, steps: head_dim / 2 / pairs };
                 // SAFETY: `q` has `steps` blocks of 16 pairs for each query and for 16 more, and each vector of
                 // positions has as many pairs of elements as a head.
-                unsafe { tiles.multiplies.multiply(&operands, &mut tiles.sums[first * TILE_SUMS..][..2 * TILE_SUMS]) };
+                unsafe { tiles.unit.multiply(&operands, &mut tiles.sums[first * TILE_SUMS..][..2 * TILE_SUMS]) };
             }
         }
         let sums = tiles.sums.as_chunks::<LANES>().0;
@@ -189,7 +189,7 @@ impl Kernel for TakeUnit<'_, '_, '_> {
             let x = [tiles.weights.as_ptr()];
             let operands = TileOperands { x, x_step: tiles.shape.activations(), w, steps: UNIT_PAIRS / pairs };
             // SAFETY: weights and values have all pairs of positions of a unit.
-            unsafe { tiles.multiplies.multiply(&operands, &mut tiles.sums[..2 * TILE_SUMS]) };
+            unsafe { tiles.unit.multiply(&operands, &mut tiles.sums[..2 * TILE_SUMS]) };
             let sums = tiles.sums.as_chunks::<LANES>().0;
             for m in 0..queries {
                 let state = active.states[m * state_len + LANES..].as_chunks_mut::<LANES>().0;

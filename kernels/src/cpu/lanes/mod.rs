@@ -310,6 +310,21 @@ pub(crate) unsafe trait Lanes: Copy + 'static {
     }
 }
 
+/// Rounds up to 32 elements to 16 bfloat16 pairs, with zeros in place of missing elements.
+#[inline(always)]
+pub(crate) fn rounded_pairs<L: Lanes>(x: &[f32]) -> L {
+    let pairs = match x.first_chunk::<{ 2 * LANES }>() {
+        Some(pairs) => *pairs,
+        None => {
+            let mut padded = [0.0; 2 * LANES];
+            padded[..x.len()].copy_from_slice(x);
+            padded
+        }
+    };
+    let halves = pairs.as_chunks::<LANES>().0;
+    L::rounded_pairs(L::from_array(&halves[0]), L::from_array(&halves[1]))
+}
+
 /// The arithmetic of [`Lanes::dot_pairs`] without its instruction.
 #[inline(always)]
 fn emulated_dot_pairs<L: Lanes>(sum: L, x: L, w: L) -> L {

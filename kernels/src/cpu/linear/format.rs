@@ -1,6 +1,6 @@
 //! How linear layers pack activations, and what the tiles that share weights read.
 
-use super::super::lanes::{LANES, Lanes};
+use super::super::lanes::{LANES, Lanes, rounded_pairs};
 use super::super::rows::Rows;
 use super::super::tile::{Format, LINE, Pairs, RoundedPairs, Single, Widening};
 use super::register::TALLEST;
@@ -93,21 +93,6 @@ impl LinearFormat for RoundedPairs {
             }
         }
     }
-}
-
-/// Rounds up to 32 elements to 16 bfloat16 pairs, with zeros in place of missing elements.
-#[inline(always)]
-pub(in crate::cpu) fn rounded_pairs<L: Lanes>(x: &[f32]) -> L {
-    let pairs = match x.first_chunk::<{ 2 * LANES }>() {
-        Some(pairs) => *pairs,
-        None => {
-            let mut padded = [0.0; 2 * LANES];
-            padded[..x.len()].copy_from_slice(x);
-            padded
-        }
-    };
-    let halves = pairs.as_chunks::<LANES>().0;
-    L::rounded_pairs(L::from_array(&halves[0]), L::from_array(&halves[1]))
 }
 
 /// Writes the first lanes of a vector, as many as `values` holds.

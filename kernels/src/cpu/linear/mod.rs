@@ -16,7 +16,6 @@ use super::rows::{Rows, RowsMut, SharedRows};
 use super::tile::{Format, LINE, Pairs, Prefetch, RoundedPairs, Single};
 use crate::values::StorageDtype;
 use format::LinearFormat;
-pub(super) use format::rounded_pairs;
 use half::bf16;
 use plan::LinearPlan;
 use register::{LinearTile, Out, Sums, TileWeights, WIDEST};
