@@ -78,7 +78,6 @@ pub(crate) enum TileUnit {
 
 impl TileUnit {
     /// The unit of an instruction set whose products are those of tiles.
-    #[cfg_attr(not(target_arch = "x86_64"), expect(unused_variables, reason = "only x86-64 has the unit"))]
     pub fn new(isa: Isa, shape: TileShape) -> TileUnit {
         #[cfg(target_arch = "x86_64")]
         if !isa.is_emulated() {

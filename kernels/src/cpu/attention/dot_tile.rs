@@ -177,7 +177,7 @@ impl<const MR: usize, const AHEAD: bool> AttendUnit<'_, MR, AHEAD> {
         }
     }
 
-    /// Turns scores into softmax weights, see [`softmax_weights`].
+    /// Turns scores into softmax weights, see [`RoundedQueries::softmax_weights`].
     #[inline(always)]
     fn weights<L: Lanes>(&mut self, scores: &mut [[L; VECTORS]; MR], weights: &mut SoftmaxWeights<MR>) {
         for m in 0..MR {
