@@ -118,7 +118,7 @@ def chart(report: dict) -> str:
                 parts += panel(MARGIN + column * (width + GAP), y, width, results[0]["workload"], results)
             y += HEAD + PITCH * max(map(len, panels)) + FOOT
     limits = report["limits"]
-    peak = limits.get("bf16_tile_gflops") or limits["bf16_dot_gflops"] or limits["f32_fma_gflops"]
+    peak = limits["bf16_tile_gflops"] or limits["bf16_dot_gflops"] or limits["f32_fma_gflops"]
     notes = [
         f"{report['machine']}; {report['date']}, commit {report['commit']}; whole workloads.",
         "The limit, and the share of it: of one token of a sample in a step (speculation makes more), at "
