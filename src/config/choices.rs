@@ -37,7 +37,7 @@ pub enum KernelChoice {
     /// processors.
     #[value(name = "avx512_bf16_emulated", hide = true)]
     Avx512Bf16Emulated,
-    /// The same for amx.
+    /// The results of amx, emulated without its instructions and several times slower: for tests on other processors.
     #[value(name = "amx_emulated", hide = true)]
     AmxEmulated,
 }

@@ -26,7 +26,7 @@ pub enum Products {
     Widened,
     /// As dot products of bfloat16 pairs, by avx512_bf16. The other factors are rounded to bfloat16.
     Pairs,
-    /// In linear layers as products of tiles, by AMX; elsewhere as [`Pairs`](Self::Pairs).
+    /// As products of tiles of bfloat16 pairs, by AMX. The other factors are rounded to bfloat16.
     Tiles,
 }
 
