@@ -9,7 +9,7 @@ requests.
 from __future__ import annotations
 
 import contextlib
-import select
+import selectors
 import socket
 import struct
 import threading
@@ -235,8 +235,10 @@ class ClientStream:
     def _can_write(self) -> bool:
         """Whether the connection takes a short frame at once."""
         try:
-            return bool(select.select([], [self._socket], [], 0)[1])
-        except (OSError, ValueError):  # it is closed, or select cannot watch so high a number
+            with selectors.DefaultSelector() as ready:
+                ready.register(self._socket, selectors.EVENT_WRITE)
+                return bool(ready.select(0))
+        except (OSError, ValueError):  # it is closed
             return False
 
     def _write(self, *parts: bytes | memoryview) -> None:

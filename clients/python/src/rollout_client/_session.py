@@ -108,6 +108,8 @@ class Push:
     def rollback(self) -> None:
         """Cancels the push: the policy stays as it was. Has no effect if it has failed or was rolled back.
 
+        Waits up to a second for the server to end the push, so that the next push is not rejected because of it.
+
         Raises:
             FailedPrecondition: the push is committed.
         """

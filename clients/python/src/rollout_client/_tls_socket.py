@@ -45,7 +45,7 @@ class TlsSocket:
                 raise
 
     def fileno(self) -> int:
-        """The file descriptor, for `select`."""
+        """The file descriptor, for selectors."""
         return self._socket.fileno()
 
     def settimeout(self, timeout: float | None) -> None:
