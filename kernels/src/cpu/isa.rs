@@ -116,6 +116,7 @@ impl Isa {
         self.is_emulated
     }
 
+    /// How this instruction set multiplies bfloat16.
     pub fn products(self) -> Products {
         self.products
     }

@@ -131,9 +131,10 @@ unsafe fn multiply_two(x: [*const f32; 2], w: [*const bf16; 2], steps: usize, st
 /// The products of one tile of activations and two panels.
 ///
 /// # Safety
-/// As for [`multiply_two`]; `sums` is writable for two tiles.
+/// The tiles of this thread are configured, activations and panels are readable for `steps` steps, and `sums` is
+/// writable for two tiles.
 unsafe fn multiply_one(x: *const f32, w: [*const bf16; 2], steps: usize, step: Step, sums: *mut f32) {
-    // SAFETY: as above.
+    // SAFETY: the caller's promise; a tile of sums is at most 16 rows of 64 bytes.
     unsafe {
         asm!(
             "tilezero tmm0",
@@ -159,7 +160,6 @@ unsafe fn multiply_one(x: *const f32, w: [*const bf16; 2], steps: usize, step: S
             w_step = in(reg) step.w,
             sums = in(reg) sums,
             line = in(reg) 64_usize,
-
             out("tmm0") _, out("tmm1") _, out("tmm4") _, out("tmm6") _, out("tmm7") _,
             options(nostack),
         );

@@ -24,8 +24,8 @@ pub(super) const fn tile_pairs(head_dim: usize) -> usize {
     if head_dim.is_multiple_of(2 * LANES) { LANES } else { LANES / 2 }
 }
 
-/// Float32 values of scratch that [`UnitTiles`] needs: the packed keys and values, and the scores and weights of a tile
-/// of queries.
+/// Length of the scratch of [`UnitTiles`] in float32 values: a unit's packed keys and values, and the products and
+/// softmax weights of a query tile.
 pub(super) fn scratch_len(head_dim: usize) -> usize {
     UNIT * head_dim + VECTORS * TILE_SUMS + UNIT_PAIRS / tile_pairs(head_dim) * TILE_ROWS * LANES
 }

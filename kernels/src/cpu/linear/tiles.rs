@@ -10,6 +10,8 @@ use super::super::lanes::{LANES, Lanes};
 use super::super::packed::PackedMatrix;
 use super::super::pool::Cpu;
 use super::super::rows::{Rows, RowsMut, SharedRows};
+use super::super::tile::RoundedPairs;
+use super::format::LinearFormat as _;
 use half::bf16;
 use std::ops::Range;
 
@@ -22,9 +24,6 @@ const CHUNK_BYTES: usize = 768 << 10;
 
 /// Bytes of the weights of a task: enough that starting a task, which configures the tiles, is a small part of it.
 const TASK_BYTES: usize = 96 << 10;
-
-/// Values that one thread packs in about the time that it takes to wake other threads.
-const WORTH_WAKING: usize = 32 << 10;
 
 /// `out = x · Wᵀ + bias`, or `silu(gate) * up` if the layer is gated; shapes are checked.
 pub(super) fn run(cpu: &Cpu, x: Rows<'_>, w: &PackedMatrix, bias: Option<&[f32]>, out: RowsMut<'_>, gated: bool) {
@@ -110,7 +109,7 @@ impl TilePlan {
 
 /// Packs the rounded activations as `[tile][step][row][16 pairs]`. Rows that the last of several tiles lacks are zeros.
 fn pack_activations(cpu: &Cpu, x: Rows<'_>, plan: &TilePlan, packed: &mut [f32]) {
-    let parts = if packed.len() < WORTH_WAKING { 1 } else { plan.tiles.min(4 * cpu.pool().threads()) };
+    let parts = if packed.len() < RoundedPairs::WORTH_WAKING { 1 } else { plan.tiles.min(4 * cpu.pool().threads()) };
     let first = |part: usize| plan.tiles * part / parts;
     let start = |part: usize| first(part) * plan.tile_len();
     cpu.pool().run_parts(packed, parts, start, |part, packed| {
@@ -242,7 +241,7 @@ impl Kernel for PrefetchRows<'_> {
 
     #[inline(always)]
     fn run<L: Lanes>(self) {
-        for columns in self.call.columns_of(self.block) {
+        for columns in self.call.columns_of(self.block).into_iter().filter(|columns| !columns.is_empty()) {
             for row in self.rows.clone() {
                 L::prefetch_near(self.call.out.as_ptr(row, columns.start).cast());
             }
