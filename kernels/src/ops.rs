@@ -14,6 +14,7 @@ use crate::kv_cache::KvCache;
 use crate::kv_layout::BlockCopy;
 use crate::matrix::Matrix;
 use crate::merge::Merge;
+use crate::patches::Patches;
 use crate::sampling::Sampled;
 use crate::step::{AttentionSequence, AttentionShape, Padding, Step, StepInput};
 use crate::weights::{ReadRows, WriteElements};
@@ -111,6 +112,19 @@ impl Ops {
         self.0.drop_graphs();
     }
 
+    /// Cuts square patches out of a picture's pixels, one for each row of `out` (`[patches.corners.len(), 3 * frames *
+    /// side * side]`), in the order `[channel][frame][y][x]`. A value is `(pixel - mean) / std` of its channel: one
+    /// float32 subtraction and one float32 division, so that the bits are those of transformers on every device.
+    ///
+    /// # Panics
+    /// If the pixels are no rows of the picture's width, a patch is not within the picture, or `out` has another shape.
+    pub fn patches(&self, patches: &Patches<'_>, out: &Tensor) -> Result<()> {
+        let _span = trace_span!("patches").entered();
+        patches.check();
+        assert_eq!(out.dims2()?, (patches.corners.len(), patches.row_width()), "rows and width of patches");
+        self.0.patches(patches, out)
+    }
+
     /// `out[i]` = row `token of row i - first_token` of `table`, or zeros if the table has no such row.
     pub fn embed(&self, table: &Matrix, first_token: usize, step: &Step<'_>, out: &Tensor) -> Result<()> {
         let _span = trace_span!("embed").entered();
@@ -140,6 +154,12 @@ impl Ops {
     pub fn silu_mul(&self, gate_up: &Tensor, out: &Tensor) -> Result<()> {
         let _span = trace_span!("silu_mul").entered();
         self.0.silu_mul(gate_up, out)
+    }
+
+    /// `x = 0.5 * x * (1 + erf(x / sqrt(2)))`, the exact form of GELU: 0 for `-inf`.
+    pub fn gelu(&self, x: &Tensor) -> Result<()> {
+        let _span = trace_span!("gelu").entered();
+        self.0.gelu(x)
     }
 
     /// `out = x / rms(x) * weight` by row.
@@ -248,6 +268,16 @@ impl Ops {
         self.0.select_rows(x, rows, out)
     }
 
+    /// `out[rows[i]] = x[i]`; other rows are not touched.
+    ///
+    /// # Panics
+    /// If `out` has no such row, a row is named twice, or `x` has fewer rows.
+    pub fn put_rows(&self, x: &Tensor, rows: &[u32], out: &Tensor) -> Result<()> {
+        let _span = trace_span!("put_rows").entered();
+        check_distinct(rows, out.dim(0)?);
+        self.0.put_rows(x, rows, out)
+    }
+
     /// `out[rows[i]] += x[i]`.
     ///
     /// # Panics
@@ -313,6 +343,15 @@ impl Ops {
     /// Drops the memory that the operators reuse; the next ones take it again.
     pub fn release(&self) {
         self.0.release();
+    }
+}
+
+/// Panics if a row is named twice, or is not below `count`.
+fn check_distinct(rows: &[u32], count: usize) {
+    let mut is_named = vec![false; count];
+    for row in rows {
+        let is_named = is_named.get_mut(*row as usize).unwrap_or_else(|| panic!("row {row} of {count}"));
+        assert!(!std::mem::replace(is_named, true), "row {row} is named twice");
     }
 }
 

@@ -7,8 +7,8 @@ use candle_core::Tensor;
 use rollout_kernels::cpu::{Isa, Products};
 use rollout_kernels::{
     Activations, AttentionSequence, AttentionShape, Backend, BlockCopy, Device, DeviceOptions, Distribution, KvLayout,
-    LoraDelta, LowRank, Matrix, MatrixShape, Merge, MergeBase, Ops, RowTasks, SamplingTask, StepInput, StorageDtype,
-    TensorView, WeightChange, reduction_leaves,
+    LoraDelta, LowRank, Matrix, MatrixShape, Merge, MergeBase, Ops, Patches, RowTasks, SamplingTask, StepInput,
+    StorageDtype, TensorView, WeightChange, reduction_leaves,
 };
 
 const EMPTY: StepInput<'static> =
@@ -95,6 +95,19 @@ impl Rank {
         self.ops.select_logits_rows(&out, &step, 0..1, &selected).unwrap();
         self.ops.select_rows(&out, &[1], &selected).unwrap();
         self.ops.add_rows(&selected, &[0], &out).unwrap();
+        self.ops.put_rows(&selected, &[2], &out).unwrap();
+        self.keep(&out);
+    }
+
+    /// What a vision tower has beside these: patches of a picture, and GELU.
+    fn vision(&mut self) {
+        let pixels: Vec<u8> = (0..4 * 5 * 3).map(|i| (i * 37 % 256) as u8).collect();
+        let (mean, std, corners) = ([120.5, 3.0, 200.0], [60.0, 70.0, 80.5], [[0, 2], [1, 1]]);
+        let patches = Patches { rgb: &pixels, width: 5, side: 3, frames: 2, mean, std, corners: &corners };
+        let out = self.zeros(2, 54);
+        self.ops.patches(&patches, &out).unwrap();
+        self.keep(&out);
+        self.ops.gelu(&out).unwrap();
         self.keep(&out);
     }
 
@@ -206,6 +219,7 @@ impl Rank {
             self.weights(dtype);
         }
         self.rows();
+        self.vision();
         self.attention(StorageDtype::Bf16, None);
         self.attention(StorageDtype::F32, Some(7));
         self.sampling();

@@ -11,6 +11,7 @@ use crate::kv_cache::KvCache;
 use crate::kv_layout::BlockCopy;
 use crate::matrix::Matrix;
 use crate::merge::Merge;
+use crate::patches::Patches;
 use crate::sampling::Sampled;
 use crate::step::{AttentionShape, Padding, Step, StepInput};
 use crate::weights::{ReadRows, WriteElements};
@@ -42,6 +43,7 @@ pub(crate) trait OpsImpl: Send {
     fn sampled<'a>(&'a self, _step: &'a Step<'_>) -> Result<Sampled<'a>> {
         unreachable!("no graph answers tasks")
     }
+    fn patches(&self, patches: &Patches<'_>, out: &Tensor) -> Result<()>;
     fn embed(&self, table: &Matrix, first_token: usize, step: &Step<'_>, out: &Tensor) -> Result<()>;
     fn linear(&self, x: &Tensor, w: &Matrix, bias: Option<&DeviceBuffer>, out: &Tensor) -> Result<()>;
     fn linear_silu_mul(
@@ -53,6 +55,7 @@ pub(crate) trait OpsImpl: Send {
         out: &Tensor,
     ) -> Result<()>;
     fn silu_mul(&self, gate_up: &Tensor, out: &Tensor) -> Result<()>;
+    fn gelu(&self, x: &Tensor) -> Result<()>;
     fn rms_norm(&self, x: &Tensor, weight: &DeviceBuffer, eps: f32, out: &Tensor) -> Result<()>;
     fn add_rms_norm(
         &self,
@@ -87,6 +90,7 @@ pub(crate) trait OpsImpl: Send {
     fn sample<'a>(&'a self, logits: &Tensor, step: &'a Step<'_>, rows: Range<usize>) -> Result<Sampled<'a>>;
 
     fn select_rows(&self, x: &Tensor, rows: &[u32], out: &Tensor) -> Result<()>;
+    fn put_rows(&self, x: &Tensor, rows: &[u32], out: &Tensor) -> Result<()>;
     fn add_rows(&self, x: &Tensor, rows: &[u32], out: &Tensor) -> Result<()>;
     fn add(&self, x: &Tensor, out: &Tensor) -> Result<()>;
 

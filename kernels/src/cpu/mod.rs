@@ -25,6 +25,7 @@ mod merge;
 mod norm;
 mod ops;
 mod packed;
+mod patches;
 mod pool;
 mod rope;
 mod rows;
@@ -34,7 +35,7 @@ mod storage;
 pub(crate) mod testing;
 mod tile;
 
-pub use activation::silu_mul;
+pub use activation::{gelu, silu_mul};
 pub use attention::paged_attention;
 pub use dequantise::dequantise;
 pub(crate) use device::CpuDevice;
@@ -46,6 +47,7 @@ pub use low_rank::add_low_rank;
 pub use merge::round;
 pub use norm::{add_rms_norm, head_rms_norm, rms_norm};
 pub use packed::{PANEL, PackedMatrix, gather_rows, to_f32};
+pub use patches::patches;
 pub use pool::{Cpu, ThreadPool};
 pub use rope::rope;
 #[cfg(feature = "cuda")]

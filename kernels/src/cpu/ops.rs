@@ -8,6 +8,7 @@ use candle_core::{Result, Tensor};
 use super::kv::KvBlocks;
 use super::packed::PackedMatrix;
 use super::pool::Cpu;
+use super::rows::RowsMut;
 use super::sampling::{LogitsTasks, Samplers};
 use super::{linear, merge};
 use crate::backend::operators::OpsImpl;
@@ -16,6 +17,7 @@ use crate::kv_cache::KvCache;
 use crate::kv_layout::BlockCopy;
 use crate::matrix::Matrix;
 use crate::merge::Merge;
+use crate::patches::Patches;
 use crate::sampling::Sampled;
 use crate::step::{AttentionShape, Step, StepInput};
 use crate::tensor::{rows, rows_mut, with_f32, with_f32_mut};
@@ -55,6 +57,22 @@ fn blocks_mut(cache: &mut KvCache) -> &mut KvBlocks {
     cache.storage_mut()
 }
 
+/// `out += x`.
+fn add(out: &mut [f32], x: &[f32]) {
+    out.iter_mut().zip(x).for_each(|(out, x)| *out += x);
+}
+
+/// Calls `write` with row `indices[i]` of `out` and row `i` of `x`, for each index.
+fn scatter(x: &Tensor, indices: &[u32], out: &Tensor, write: impl Fn(&mut [f32], &[f32])) -> Result<()> {
+    rows(x, |x| {
+        rows_mut(out, |mut out: RowsMut<'_>| {
+            for (i, &index) in indices.iter().enumerate() {
+                write(out.row_mut(index as usize), x.row(i));
+            }
+        })
+    })?
+}
+
 fn with_optional<R>(buffer: Option<&DeviceBuffer>, f: impl FnOnce(Option<&[f32]>) -> R) -> Result<R> {
     match buffer {
         Some(buffer) => with_f32(buffer.tensor(), |values| f(Some(values))),
@@ -65,6 +83,10 @@ fn with_optional<R>(buffer: Option<&DeviceBuffer>, f: impl FnOnce(Option<&[f32]>
 impl OpsImpl for CpuOps {
     fn prepare(&self, input: &StepInput<'_>) -> Result<Box<dyn Any>> {
         Ok(Box::new(CpuStep { logits_rows: input.logits.iter().map(|wanted| wanted.row).collect() }))
+    }
+
+    fn patches(&self, patches: &Patches<'_>, out: &Tensor) -> Result<()> {
+        rows_mut(out, |out| super::patches(&self.cpu, patches, out))
     }
 
     fn embed(&self, table: &Matrix, first_token: usize, step: &Step<'_>, out: &Tensor) -> Result<()> {
@@ -98,6 +120,10 @@ impl OpsImpl for CpuOps {
 
     fn silu_mul(&self, gate_up: &Tensor, out: &Tensor) -> Result<()> {
         rows(gate_up, |gate_up| rows_mut(out, |out| super::silu_mul(&self.cpu, gate_up, out)))?
+    }
+
+    fn gelu(&self, x: &Tensor) -> Result<()> {
+        rows_mut(x, |x| super::gelu(&self.cpu, x))
     }
 
     fn rms_norm(&self, x: &Tensor, weight: &DeviceBuffer, eps: f32, out: &Tensor) -> Result<()> {
@@ -187,14 +213,12 @@ impl OpsImpl for CpuOps {
         })?
     }
 
+    fn put_rows(&self, x: &Tensor, indices: &[u32], out: &Tensor) -> Result<()> {
+        scatter(x, indices, out, <[f32]>::copy_from_slice)
+    }
+
     fn add_rows(&self, x: &Tensor, indices: &[u32], out: &Tensor) -> Result<()> {
-        rows(x, |x| {
-            rows_mut(out, |mut out| {
-                for (i, &index) in indices.iter().enumerate() {
-                    out.row_mut(index as usize).iter_mut().zip(x.row(i)).for_each(|(out, x)| *out += x);
-                }
-            })
-        })?
+        scatter(x, indices, out, add)
     }
 
     fn add(&self, x: &Tensor, out: &Tensor) -> Result<()> {
@@ -202,7 +226,7 @@ impl OpsImpl for CpuOps {
         rows(x, |x| {
             rows_mut(out, |mut out| {
                 for i in 0..count {
-                    out.row_mut(i).iter_mut().zip(x.row(i)).for_each(|(out, x)| *out += x);
+                    add(out.row_mut(i), x.row(i));
                 }
             })
         })?

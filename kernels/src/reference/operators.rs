@@ -2,6 +2,7 @@
 
 use super::storage::{RowMajor, Slots};
 use crate::cpu::{Rows, RowsMut};
+use crate::patches::Patches;
 use crate::step::{AttentionSequence, AttentionShape, RotaryPositions};
 
 fn dot(a: &[f32], b: &[f32]) -> f64 {
@@ -17,6 +18,18 @@ pub(crate) fn linear(x: Rows<'_>, w: &RowMajor, bias: Option<&[f32]>, mut out: R
     }
 }
 
+/// The normalised values of patches, one patch for each row.
+pub(crate) fn patches(patches: &Patches<'_>, mut out: RowsMut<'_>) {
+    let Patches { rgb, width, side, frames, mean, std, corners } = *patches;
+    for (i, [row, column]) in corners.iter().enumerate() {
+        let order = (0..3).flat_map(|channel| (0..frames * side * side).map(move |at| (channel, at % (side * side))));
+        for (out, (channel, at)) in out.row_mut(i).iter_mut().zip(order) {
+            let (y, x) = (*row as usize + at / side, *column as usize + at % side);
+            *out = (f32::from(rgb[3 * (y * width + x) + channel]) - mean[channel]) / std[channel];
+        }
+    }
+}
+
 /// `out = silu(left half of gate_up) * right half`.
 pub(crate) fn silu_mul(gate_up: Rows<'_>, mut out: RowsMut<'_>) {
     for i in 0..gate_up.rows() {
@@ -26,6 +39,34 @@ pub(crate) fn silu_mul(gate_up: Rows<'_>, mut out: RowsMut<'_>) {
             *out = (gate / (1.0 + (-gate).exp()) * f64::from(*up)) as f32;
         }
     }
+}
+
+/// `x = 0.5 * x * (1 + erf(x / sqrt(2)))`.
+pub(crate) fn gelu(mut x: RowsMut<'_>) {
+    for i in 0..x.rows() {
+        for x in x.row_mut(i) {
+            let wide = f64::from(*x);
+            // An infinite value times an erfc of 0 would be NaN.
+            *x =
+                if x.is_infinite() { x.max(0.0) } else { (0.5 * wide * erfc(-wide / std::f64::consts::SQRT_2)) as f32 };
+        }
+    }
+}
+
+/// `1 - erf(x)`, with the precision of float64 also where erf is nearly 1.
+fn erfc(x: f64) -> f64 {
+    use std::f64::consts::FRAC_2_SQRT_PI;
+    if x < 0.0 {
+        return 2.0 - erfc(-x);
+    }
+    if x < 2.0 {
+        // erf(x) = 2 / sqrt(pi) * e^(-x²) * (x + x³ 2/3 + x⁵ 2²/(3 · 5) + …), without terms below 0.
+        let terms = std::iter::successors(Some((1.0, x)), |(n, term)| Some((n + 2.0, term * 2.0 * x * x / (n + 2.0))));
+        return 1.0 - FRAC_2_SQRT_PI * (-x * x).exp() * terms.take(60).map(|(_, term)| term).sum::<f64>();
+    }
+    // The continued fraction x + (1/2) / (x + (2/2) / (x + (3/2) / (x + …))).
+    let fraction = (1..=100).rev().fold(x, |fraction, i| x + f64::from(i) / 2.0 / fraction);
+    0.5 * FRAC_2_SQRT_PI * (-x * x).exp() / fraction
 }
 
 fn normalise(x: &mut [f32], weight: &[f32], eps: f32) {

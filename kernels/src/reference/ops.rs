@@ -17,6 +17,7 @@ use crate::kv_layout::BlockCopy;
 use crate::matrix::Matrix;
 use crate::merge::Merge;
 use crate::merge::{LoraDelta, LowRank, MergeBase, WeightChange};
+use crate::patches::Patches;
 use crate::sampling::{Sampled, SampledTokens};
 use crate::step::{AttentionShape, Step, StepInput};
 use crate::tensor::{rows, rows_mut, with_f32, with_f32_mut};
@@ -33,6 +34,10 @@ fn values(buffer: &DeviceBuffer) -> Result<Vec<f32>> {
 impl OpsImpl for ReferenceOps {
     fn prepare(&self, _: &StepInput<'_>) -> Result<Box<dyn Any>> {
         Ok(Box::new(()))
+    }
+
+    fn patches(&self, patches: &Patches<'_>, out: &Tensor) -> Result<()> {
+        rows_mut(out, |out| operators::patches(patches, out))
     }
 
     fn embed(&self, table: &Matrix, first_token: usize, step: &Step<'_>, out: &Tensor) -> Result<()> {
@@ -66,6 +71,10 @@ impl OpsImpl for ReferenceOps {
 
     fn silu_mul(&self, gate_up: &Tensor, out: &Tensor) -> Result<()> {
         rows(gate_up, |gate_up| rows_mut(out, |out| operators::silu_mul(gate_up, out)))?
+    }
+
+    fn gelu(&self, x: &Tensor) -> Result<()> {
+        rows_mut(x, operators::gelu)
     }
 
     fn rms_norm(&self, x: &Tensor, weight: &DeviceBuffer, eps: f32, out: &Tensor) -> Result<()> {
@@ -154,6 +163,15 @@ impl OpsImpl for ReferenceOps {
             rows_mut(out, |mut out| {
                 let rows = indices.iter().enumerate();
                 rows.for_each(|(i, index)| out.row_mut(i).copy_from_slice(x.row(*index as usize)));
+            })
+        })?
+    }
+
+    fn put_rows(&self, x: &Tensor, indices: &[u32], out: &Tensor) -> Result<()> {
+        rows(x, |x| {
+            rows_mut(out, |mut out| {
+                let rows = indices.iter().enumerate();
+                rows.for_each(|(i, index)| out.row_mut(*index as usize).copy_from_slice(x.row(i)));
             })
         })?
     }

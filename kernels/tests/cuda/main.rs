@@ -1,5 +1,5 @@
 //! Equalities of the operators on a GPU: a row has the same bits alone and in any batch, whole and in shards. They hold
-//! exactly, so no test here has a tolerance. `tests/devices.rs` compares the same operators with the reference.
+//! exactly, so no test here has a tolerance. `tests/devices/` compares the same operators with the reference.
 
 mod attention;
 #[path = "../common/mod.rs"]

@@ -5,6 +5,8 @@ use super::*;
 use crate::kv_layout::KvLayout;
 use crate::reference;
 
+const DTYPES: [StorageDtype; 2] = [StorageDtype::Bf16, StorageDtype::F32];
+
 /// Sequences with all their queries, keys and values, in the order of positions.
 struct Case {
     heads: usize,
@@ -24,13 +26,17 @@ struct Case {
 
 fn case(random: &mut Random, lengths: Vec<usize>) -> Case {
     let head_dim = [16, 32, 64, 80, 96, 128, 256][random.below(7)];
-    let (kv_heads, group) = (random.between(1, 3), random.between(1, 8));
-    let dtype = [StorageDtype::Bf16, StorageDtype::F32][random.below(2)];
+    let dtype = DTYPES[random.below(2)];
     let window = (random.below(2) == 0).then(|| random.between(1, 150));
+    Case { window, ..case_of(random, lengths, head_dim, dtype) }
+}
+
+fn case_of(random: &mut Random, lengths: Vec<usize>, head_dim: usize, dtype: StorageDtype) -> Case {
+    let (kv_heads, group) = (random.between(1, 3), random.between(1, 8));
     let heads = kv_heads * group;
     let mut values = |width: usize| lengths.iter().map(|len| random.normals(len * width, 1.0)).collect();
     let (q, k, v) = (values(heads * head_dim), values(kv_heads * head_dim), values(kv_heads * head_dim));
-    Case { heads, kv_heads, head_dim, dtype, window, lengths, visible: None, q, k, v }
+    Case { heads, kv_heads, head_dim, dtype, window: None, lengths, visible: None, q, k, v }
 }
 
 /// A cache that holds the sequences in randomly chosen blocks, with NaN in every slot that they do not use.
@@ -181,14 +187,21 @@ fn check_chunks(
 
 #[test]
 fn rows_without_a_causal_limit_are_the_reference_and_have_the_same_bits_in_any_chunks() {
-    for seed in 300..310 {
+    for seed in 300..314 {
         let mut random = Random::new(seed);
-        // Longer than a span, and short.
-        let longest = if seed % 5 == 0 { 700 } else { 150 };
-        let lengths = lengths(&mut random, 2, longest);
-        let mut case = case(&mut random, lengths);
-        case.window = None;
-        case.visible = Some(case.lengths.iter().map(|len| random.between(1, *len)).collect());
+        // Windows of a vision tower, and any sequences: longer than a span, and short.
+        let windows = [(80, DTYPES[0]), (80, DTYPES[1]), (64, DTYPES[0]), (64, DTYPES[1])];
+        let case = match windows.get((seed - 300) as usize) {
+            Some((head_dim, dtype)) => Case {
+                visible: Some(vec![64, 48, 16, 4]),
+                ..case_of(&mut random, vec![64, 48, 16, 4], *head_dim, *dtype)
+            },
+            None => {
+                let lengths = lengths(&mut random, 2, if seed % 5 == 0 { 700 } else { 150 });
+                let visible = Some(lengths.iter().map(|len| random.between(1, *len)).collect());
+                Case { window: None, visible, ..case(&mut random, lengths) }
+            }
+        };
         let whole_store = cache(&case, &mut random, 16);
         for alike in alike() {
             let expected = case.run(&Cpu::with_isa(1, alike[0]), &whole_store.0, &whole_store.1, &case.whole());

@@ -1,6 +1,8 @@
 //! Every operator of every device against the reference device, on random inputs (a failure prints its seed).
 
+#[path = "../common/mod.rs"]
 mod common;
+mod vision;
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 
@@ -40,7 +42,8 @@ fn attention_that_a_device_has_not_is_refused() {
 #[test]
 fn linear_layers_are_those_of_the_reference() {
     let reference = reference();
-    for (seed, (m, n, k)) in [(3, 100, 700), (1, 40, 2100), (70, 33, 576), (5, 64, 35)].into_iter().enumerate() {
+    let shapes = [(3, 100, 700), (1, 40, 2100), (70, 33, 576), (5, 64, 35), (9, 160, 1176)];
+    for (seed, (m, n, k)) in shapes.into_iter().enumerate() {
         let mut random = Random::new(seed as u64);
         for dtype in DTYPES {
             let leaves = [1, reduction_leaves(k)][random.below(2)];
@@ -149,6 +152,8 @@ fn rows_and_their_rotations_are_those_of_the_reference() {
         let table = random.normals(40 * width, 1.0);
         let chosen: Vec<u32> = (0..random.between(1, rows)).map(|_| random.below(rows) as u32).collect();
         let added_to: Vec<u32> = (0..rows as u32).filter(|row| chosen.contains(row)).collect();
+        let mut put_in = added_to.clone();
+        random.shuffle(&mut put_in);
         let wanted: Vec<RowTasks> = chosen.iter().map(|row| RowTasks { row: *row, tasks: 0..0 }).collect();
         let input = StepInput { tokens: &tokens, positions: &at, axes, logits: &wanted, ..common::NOTHING };
         let run = |rank: &Rank| {
@@ -165,7 +170,9 @@ fn rows_and_their_rotations_are_those_of_the_reference() {
             let added = rank.tensor(&x[..rows * width], rows, width);
             rank.ops.add_rows(&again, &added_to, &added).unwrap();
             rank.ops.add(&selected, &added.narrow(0, 0, chosen.len()).unwrap()).unwrap();
-            [wide, embedded, selected, again, added].map(|tensor| values_of(&tensor))
+            let put = rank.tensor(&x[..rows * width], rows, width);
+            rank.ops.put_rows(&again, &put_in, &put).unwrap();
+            [wide, embedded, selected, again, added, put].map(|tensor| values_of(&tensor))
         };
         let expected = run(&reference);
         for rank in devices() {
