@@ -18,6 +18,10 @@ __device__ void embed(const T *table, int first, int tokens, int stride, int run
     }
 }
 
+__device__ void copy_row(const float *x, float *out, int width) {
+    for (int column = threadIdx.x; column < width; column += blockDim.x) out[column] = x[column];
+}
+
 __device__ void add_row(const float *x, float *out, int width) {
     for (int column = threadIdx.x; column < width; column += blockDim.x) out[column] += x[column];
 }
@@ -38,9 +42,13 @@ extern "C" __global__ void embed_f32(const float *table, int first, int tokens, 
 // out[i] = x[indices[i]]
 extern "C" __global__ void select_rows(const float *x, int64_t x_stride, const uint32_t *indices, float *out,
                                        int64_t out_stride, int width) {
-    const float *from = x + indices[blockIdx.x] * x_stride;
-    float *to = out + blockIdx.x * out_stride;
-    for (int column = threadIdx.x; column < width; column += blockDim.x) to[column] = from[column];
+    copy_row(x + indices[blockIdx.x] * x_stride, out + blockIdx.x * out_stride, width);
+}
+
+// out[indices[i]] = x[i], for indices that are all different.
+extern "C" __global__ void put_rows(const float *x, int64_t x_stride, const uint32_t *indices, float *out,
+                                    int64_t out_stride, int width) {
+    copy_row(x + blockIdx.x * x_stride, out + indices[blockIdx.x] * out_stride, width);
 }
 
 // out[indices[i]] += x[i], for indices that are all different.

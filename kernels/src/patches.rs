@@ -32,9 +32,10 @@ impl Patches<'_> {
     }
 
     /// # Panics
-    /// If the pixels are no rows of the picture's width, or a patch is not within the picture.
+    /// If the pixels are no rows of the picture's width, or a patch is empty or not within the picture.
     pub(crate) fn check(&self) {
-        let Self { rgb, width, side, .. } = *self;
+        let Self { rgb, width, side, frames, .. } = *self;
+        assert!(side > 0 && frames > 0, "patches of {side} pixels in {frames} frames");
         assert!(width > 0 && rgb.len().is_multiple_of(3 * width), "{} bytes are no rows of {width} pixels", rgb.len());
         let height = rgb.len() / (3 * width);
         for [row, column] in self.corners {

@@ -19,6 +19,7 @@ use super::linear::plan::most_part_bytes;
 use super::matrix::{COPIED_BYTES, CudaMatrix};
 use super::nvml::Monitor;
 use super::ops::CudaOps;
+use super::patches::PIXEL_BYTES;
 use super::sampling::max_download_bytes;
 use super::staging;
 use super::tensor::{over, pointer};
@@ -157,7 +158,11 @@ impl DeviceImpl for CudaDevice {
     }
 
     fn scratch_bytes(&self) -> usize {
-        most_part_bytes(self.context.processors as usize) + MAX_PARTIAL_BYTES + LIST_BYTES + flash::SUM_BYTES
+        most_part_bytes(self.context.processors as usize)
+            + MAX_PARTIAL_BYTES
+            + LIST_BYTES
+            + PIXEL_BYTES
+            + flash::SUM_BYTES
     }
 
     fn host_bytes(&self, logits_bytes: usize) -> u64 {

@@ -32,6 +32,7 @@ mod nvml;
 mod offloaded;
 mod ops;
 mod pack;
+mod patches;
 mod peer;
 mod pinned;
 mod rope;

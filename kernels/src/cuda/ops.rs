@@ -17,6 +17,7 @@ use super::matrix::CudaMatrix;
 use super::merge::Merger;
 use super::norm::Norms;
 use super::pack::Packer;
+use super::patches::PatchCutter;
 use super::rope::Rope;
 use super::rows::RowCopies;
 use super::sampling::Sampler;
@@ -33,6 +34,7 @@ use crate::kv_cache::KvCache;
 use crate::kv_layout::BlockCopy;
 use crate::matrix::Matrix;
 use crate::merge::Merge;
+use crate::patches::Patches;
 use crate::sampling::Sampled;
 use crate::step::{AttentionShape, Padding, Step, StepInput};
 use crate::weights::{ReadRows, WriteElements};
@@ -46,6 +48,7 @@ pub(super) struct CudaOps {
     /// The indices of padded steps, at an address that graphs refer to.
     padded_step: DeviceScratch,
     linear: Gemm,
+    patches: PatchCutter,
     activation: Activation,
     norms: Norms,
     rope: Rope,
@@ -68,6 +71,7 @@ impl CudaOps {
             staging: Staging::new(&context.stream),
             padded_step: DeviceScratch::new(&context),
             linear: Gemm::load(&context)?,
+            patches: PatchCutter::load(&context)?,
             activation: Activation::load(&context)?,
             norms: Norms::load(&context)?,
             rope: Rope::load(&context)?,
@@ -152,6 +156,10 @@ impl OpsImpl for CudaOps {
         self.sampler.answered(tasks, counts, vocabulary, step.input().tasks)
     }
 
+    fn patches(&self, patches: &Patches<'_>, out: &Tensor) -> Result<()> {
+        self.patches.cut(self.host(), patches, rows(out)?)
+    }
+
     fn embed(&self, table: &Matrix, first_token: usize, step: &Step<'_>, out: &Tensor) -> Result<()> {
         self.rows.embed(stored(table), first_token, prepared(step).tokens(), rows(out)?)
     }
@@ -177,6 +185,10 @@ impl OpsImpl for CudaOps {
 
     fn silu_mul(&self, gate_up: &Tensor, out: &Tensor) -> Result<()> {
         self.activation.silu_mul(rows(gate_up)?, rows(out)?)
+    }
+
+    fn gelu(&self, x: &Tensor) -> Result<()> {
+        self.activation.gelu(rows(x)?)
     }
 
     fn rms_norm(&self, x: &Tensor, weight: &DeviceBuffer, eps: f32, out: &Tensor) -> Result<()> {
@@ -245,6 +257,10 @@ impl OpsImpl for CudaOps {
 
     fn select_rows(&self, x: &Tensor, indices: &[u32], out: &Tensor) -> Result<()> {
         self.rows.select_listed(&self.staging, rows(x)?, indices, rows(out)?)
+    }
+
+    fn put_rows(&self, x: &Tensor, indices: &[u32], out: &Tensor) -> Result<()> {
+        self.rows.put_listed(&self.staging, rows(x)?, indices, rows(out)?)
     }
 
     fn add_rows(&self, x: &Tensor, indices: &[u32], out: &Tensor) -> Result<()> {

@@ -19,6 +19,7 @@ pub(super) struct RowCopies {
     embed_bf16: CudaFunction,
     embed_f32: CudaFunction,
     select: CudaFunction,
+    put_rows: CudaFunction,
     add_rows: CudaFunction,
     add: CudaFunction,
 }
@@ -31,6 +32,7 @@ impl RowCopies {
             embed_bf16: module.function("embed_bf16")?,
             embed_f32: module.function("embed_f32")?,
             select: module.function("select_rows")?,
+            put_rows: module.function("put_rows")?,
             add_rows: module.function("add_rows")?,
             add: module.function("add")?,
         })
@@ -71,15 +73,34 @@ impl RowCopies {
         self.select(x, memory.pointer, indices.len(), out)
     }
 
+    /// `out[indices[i]] = x[i]`, with indices of the host that are all different.
+    ///
+    /// # Panics
+    /// If an index is of no row of `out`.
+    pub fn put_listed(&self, staging: &Staging, x: TensorRows, indices: &[u32], out: TensorRows) -> Result<()> {
+        self.scatter(&self.put_rows, staging, x, indices, out)
+    }
+
     /// `out[indices[i]] += x[i]`, with indices of the host that are all different.
     ///
     /// # Panics
     /// If an index is of no row of `out`.
     pub fn add_listed(&self, staging: &Staging, x: TensorRows, indices: &[u32], out: TensorRows) -> Result<()> {
+        self.scatter(&self.add_rows, staging, x, indices, out)
+    }
+
+    fn scatter(
+        &self,
+        function: &CudaFunction,
+        staging: &Staging,
+        x: TensorRows,
+        indices: &[u32],
+        out: TensorRows,
+    ) -> Result<()> {
         assert!(indices.iter().all(|index| (*index as usize) < out.rows), "rows {indices:?} of {}", out.rows);
         assert!(indices.len() <= x.rows && x.width == out.width, "{} rows of {x:?} for {out:?}", indices.len());
         let memory = self.context.upload(staging, indices)?;
-        let mut launch = Launch::of(&self.context.stream, &self.add_rows);
+        let mut launch = Launch::of(&self.context.stream, function);
         launch.rows(x).pointer(memory.pointer).rows(out).int(out.width);
         // SAFETY: the rows are of tensors, and the indices were checked.
         unsafe { launch.start(rows_grid(indices.len())) }

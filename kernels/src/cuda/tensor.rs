@@ -21,6 +21,14 @@ pub(super) struct TensorRows {
     pub stride: usize,
 }
 
+impl TensorRows {
+    /// The rows from `first` on.
+    pub fn rows_from(self, first: usize) -> Self {
+        let values = first * self.stride;
+        Self { pointer: self.pointer + (values * size_of::<f32>()) as u64, rows: self.rows - first, ..self }
+    }
+}
+
 /// The address of a tensor's first element.
 ///
 /// # Errors
