@@ -117,8 +117,8 @@ impl Ops {
     /// float32 subtraction and one float32 division, so that the bits are those of transformers on every device.
     ///
     /// # Panics
-    /// If the pixels are no rows of the picture's width, a patch is empty or not within the picture, or `out` has
-    /// another shape.
+    /// If the pixels do not make whole rows of the picture's width, a patch is empty or not within the picture, or
+    /// `out` has another shape.
     pub fn patches(&self, patches: &Patches<'_>, out: &Tensor) -> Result<()> {
         let _span = trace_span!("patches").entered();
         patches.check();

@@ -32,7 +32,7 @@ impl Patches<'_> {
     }
 
     /// # Panics
-    /// If the pixels are no rows of the picture's width, or a patch is empty or not within the picture.
+    /// If the pixels do not make whole rows of the picture's width, or a patch is empty or not within the picture.
     pub(crate) fn check(&self) {
         let Self { rgb, width, side, frames, .. } = *self;
         assert!(side > 0 && frames > 0, "patches of {side} pixels in {frames} frames");

@@ -56,7 +56,7 @@ pub struct SamplingTask<'a> {
     /// Tokens beyond the words may not. At least one token is left by this, `allowed` and `banned`.
     pub mask: Option<&'a [u32]>,
     /// Tokens that have probability 0; those beyond the vocabulary are passed over.
-    pub banned: [&'a [u32]; 3],
+    pub banned: [&'a [u32]; 4],
     /// The prompt and the output so far, which the penalties count, if there are any.
     pub history: Option<(&'a [u32], &'a [u32])>,
     /// The sample's own seed.

@@ -99,7 +99,7 @@ impl Rank {
         self.keep(&out);
     }
 
-    /// What a vision tower has beside these: patches of a picture, and GELU.
+    /// The operators that only a vision tower has: patches of a picture, and GELU.
     fn vision(&mut self) {
         let pixels: Vec<u8> = (0..4 * 5 * 3).map(|i| (i * 37 % 256) as u8).collect();
         let (mean, std, corners) = ([120.5, 3.0, 200.0], [60.0, 70.0, 80.5], [[0, 2], [1, 1]]);
@@ -189,7 +189,7 @@ impl Rank {
             logit_bias: &[(1, 2.0)],
             allowed: None,
             mask: (top_p < 1.0).then_some(&[0xffff_0f3a, 7]),
-            banned: [&[2], &[], &[]],
+            banned: [&[2], &[], &[], &[]],
             history: None,
             seed: 7,
             output_index: 3,

@@ -32,7 +32,7 @@ pub fn patches(cpu: &Cpu, patches: &Patches<'_>, out: RowsMut<'_>) {
     });
 }
 
-/// What each of the 256 values of a channel becomes.
+/// The normalised form of each of the 256 values of a channel.
 fn normalised(patches: &Patches<'_>) -> [[f32; 256]; 3] {
     let Patches { mean, std, .. } = patches;
     std::array::from_fn(|channel| std::array::from_fn(|value| (value as f32 - mean[channel]) / std[channel]))

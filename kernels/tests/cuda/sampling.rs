@@ -16,7 +16,7 @@ const PLAIN: SamplingTask<'static> = SamplingTask {
     logit_bias: &[],
     allowed: None,
     mask: None,
-    banned: [&[], &[], &[]],
+    banned: [&[], &[], &[], &[]],
     history: None,
     seed: 0,
     output_index: 0,

@@ -448,7 +448,7 @@ fn log_probabilities_are_those_of_the_reference() {
                     logit_bias: if is(&mut random) { &bias } else { &[] },
                     allowed: if is(&mut random) { Some(&allowed) } else { None },
                     mask: if is(&mut random) { Some(&mask) } else { None },
-                    banned: if is(&mut random) { [&[2], &[0, 4_000_000], &[3]] } else { [&[], &[], &[]] },
+                    banned: if is(&mut random) { [&[2], &[0, 4_000_000], &[], &[3]] } else { [&[], &[], &[], &[]] },
                     history: if is(&mut random) { Some((&prompt, &output)) } else { None },
                     seed: random.next(),
                     output_index: random.below(100) as u32,

@@ -60,7 +60,7 @@ fn task(options: &Options, seed: u64, output_index: u32) -> SamplingTask<'_> {
         logit_bias: &options.logit_bias,
         allowed: options.allowed.as_deref(),
         mask: options.mask.as_deref(),
-        banned: [&options.eos, &options.stop, &[]],
+        banned: [&options.eos, &options.stop, &[], &[]],
         history: None,
         seed,
         output_index,
