@@ -1,8 +1,8 @@
-//! Hashes of full blocks: a SHA-256 chain over token ids and media, so that equal hashes mean equal prefixes.
+//! Hashes of full blocks: a SHA-256 chain over token ids and images, so that equal hashes mean equal prefixes.
 
 use sha2::{Digest, Sha256};
 
-use crate::types::{MediaItem, TokenId};
+use crate::types::{PromptImage, TokenId};
 
 /// The policy and the resident adapter that computed KV: its bits depend on them, besides the tokens. The hash
 /// chain of a sequence starts from its salt, so cached blocks of one policy can never be found by another. A policy is
@@ -15,7 +15,7 @@ pub struct CacheSalt {
     pub adapter: Option<u64>,
 }
 
-/// SHA-256 by which a full block is found in the prefix cache. It covers the block's tokens and media, and all blocks
+/// SHA-256 by which a full block is found in the prefix cache. It covers the block's tokens and images, and all blocks
 /// before it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct BlockHash([u8; 32]);
@@ -31,17 +31,17 @@ impl BlockHash {
         Self(sha.finalize().into())
     }
 
-    /// Hash of the block of `tokens` that follows the block with the hash `self`. `media` are the items whose
+    /// Hash of the block of `tokens` that follows the block with the hash `self`. `images` are those whose
     /// placeholders are among these tokens: KV depends on them, and placeholder tokens are the same for all images.
-    /// All blocks of a cache have the same number of tokens, so tokens and media cannot be mistaken for each other.
-    pub fn child<'a>(&self, tokens: &[TokenId], media: impl Iterator<Item = &'a MediaItem>) -> Self {
+    /// All blocks of a cache have the same number of tokens, so tokens and images cannot be mistaken for each other.
+    pub fn child<'a>(&self, tokens: &[TokenId], images: impl Iterator<Item = &'a PromptImage>) -> Self {
         let mut sha = Sha256::new();
         sha.update(self.0);
         for token in tokens {
             sha.update(token.to_le_bytes());
         }
-        for MediaItem { hash, placeholders } in media {
-            sha.update(hash);
+        for PromptImage { picture, placeholders, .. } in images {
+            sha.update(picture.hash().0);
             sha.update((placeholders.start as u64).to_le_bytes());
             sha.update((placeholders.end as u64).to_le_bytes());
         }
@@ -61,19 +61,19 @@ impl HashChain {
         Self { root: BlockHash::root(salt), blocks: Vec::new() }
     }
 
-    /// The chain of all full blocks of `tokens`, a sequence whose prompt has these `media`.
-    pub fn of(salt: CacheSalt, tokens: &[TokenId], media: &[MediaItem], block_size: usize) -> Self {
+    /// The chain of all full blocks of `tokens`, a sequence whose prompt has these `images`.
+    pub fn of(salt: CacheSalt, tokens: &[TokenId], images: &[PromptImage], block_size: usize) -> Self {
         let mut chain = Self::new(salt);
-        tokens.chunks_exact(block_size).for_each(|block| chain.push(block, media));
+        tokens.chunks_exact(block_size).for_each(|block| chain.push(block, images));
         chain
     }
 
-    /// Appends the next full block. `tokens` are the block's own, `block_size` of them; `media` are those of the whole
-    /// prompt.
-    pub fn push(&mut self, tokens: &[TokenId], media: &[MediaItem]) {
+    /// Appends the next full block. `tokens` are the block's own, `block_size` of them; `images` are those of the
+    /// whole prompt.
+    pub fn push(&mut self, tokens: &[TokenId], images: &[PromptImage]) {
         let start = self.len() * tokens.len();
         let end = start + tokens.len();
-        let inside = media.iter().filter(|item| item.placeholders.start < end && start < item.placeholders.end);
+        let inside = images.iter().filter(|image| image.placeholders.start < end && start < image.placeholders.end);
         let parent = self.blocks.last().unwrap_or(&self.root);
         self.blocks.push(parent.child(tokens, inside));
     }
@@ -95,6 +95,7 @@ impl HashChain {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::types::{Picture, Prompt};
 
     #[test]
     fn a_hash_depends_on_salt_parent_tokens_and_their_order() {
@@ -122,8 +123,12 @@ mod tests {
 
     const SALT: CacheSalt = CacheSalt { epoch: 3, adapter: None };
 
-    fn hashes(media: &[MediaItem]) -> Vec<BlockHash> {
-        HashChain::of(SALT, &[7; 12], media, 4).as_slice().to_vec()
+    /// Hashes of a prompt with pictures of these gray levels behind these placeholders.
+    fn hashes(images: &[(u8, std::ops::Range<usize>)]) -> Vec<BlockHash> {
+        let picture = |gray| Picture::new("image", 1, 1, 1, vec![gray; 3]).unwrap();
+        let images = images.iter().map(|(gray, range)| (picture(*gray), range.clone(), [1, range.len()]));
+        let prompt = Prompt::with_images(vec![7; 12], images);
+        HashChain::of(SALT, &prompt.tokens, &prompt.images, 4).as_slice().to_vec()
     }
 
     #[test]
@@ -137,17 +142,16 @@ mod tests {
     }
 
     #[test]
-    fn the_same_tokens_with_other_media_share_no_block_from_the_first_placeholder_on() {
-        let item = |hash, placeholders| MediaItem { hash: [hash; 32], placeholders };
+    fn the_same_tokens_with_other_images_share_no_block_from_the_first_placeholder_on() {
         // The first block comes before every placeholder.
         let variants = [
             vec![],
-            vec![item(1, 5..6)],
-            vec![item(2, 5..6)],
-            vec![item(1, 6..7)],
-            vec![item(1, 5..7)],
-            vec![item(1, 5..6), item(1, 6..7)],
-            vec![item(1, 7..9)],
+            vec![(1, 5..6)],
+            vec![(2, 5..6)],
+            vec![(1, 6..7)],
+            vec![(1, 5..7)],
+            vec![(1, 5..6), (1, 6..7)],
+            vec![(1, 7..9)],
         ];
         for (i, a) in variants.iter().enumerate() {
             for (j, b) in variants.iter().enumerate() {
@@ -156,8 +160,8 @@ mod tests {
                 assert_eq!((a[1] == b[1], a[2] == b[2]), (i == j, i == j), "variants {i} and {j}");
             }
         }
-        let across = hashes(&[item(1, 2..10)]);
-        assert!(across.iter().zip(hashes(&[item(2, 2..10)])).all(|(a, b)| *a != b), "every block has a part of it");
-        assert_eq!(hashes(&[item(1, 8..9)])[..2], hashes(&[item(2, 8..9)])[..2], "only the last has a part of it");
+        let across = hashes(&[(1, 2..10)]);
+        assert!(across.iter().zip(hashes(&[(2, 2..10)])).all(|(a, b)| *a != b), "every block has a part of it");
+        assert_eq!(hashes(&[(1, 8..9)])[..2], hashes(&[(2, 8..9)])[..2], "only the last has a part of it");
     }
 }

@@ -1,4 +1,5 @@
-//! Bookkeeping of the paged KV cache: the tokens of each physical block, the sequences that share it, and its hash.
+//! Bookkeeping of the paged KV cache: the tokens of each physical block, the sequences that share it, and its hash; and
+//! of the buffer of images' embeddings ([`EmbeddingCache`]).
 //!
 //! Pure: nothing here touches KV bytes. A block is in one of two states:
 //!
@@ -13,10 +14,12 @@
 //! Two blocks may have the same content, of which only the first is registered. It does not matter which one a sequence
 //! reads: the kernels are batch-invariant, so cached KV and KV that is computed again have the same bits.
 
+mod embeddings;
 mod hash;
 mod manager;
 mod pool;
 
+pub use embeddings::EmbeddingCache;
 pub use hash::{BlockHash, CacheSalt, HashChain};
 pub use manager::{BlockTable, KvCacheManager, PrefixMatch};
 pub use pool::{BlockCounts, BlockPool};

@@ -30,7 +30,7 @@ impl Scheduler {
     }
 
     /// Lets a waiting sequence run if all blocks it needs are free. Blocks are taken from other sequences only if none
-    /// runs. Returns whether the sequence runs.
+    /// runs. Returns whether the sequence runs; it may have to wait for its first image.
     fn try_admit(&mut self, id: SeqId, builder: &mut PlanBuilder) -> bool {
         let prefix = loop {
             let sequence = &self.waiting[&id];
@@ -52,6 +52,11 @@ impl Scheduler {
         }
         let start = sequence.num_computed;
         let end = sequence.num_tokens().min(start + builder.budget);
+        let end = self.images.chunk_end(&sequence, end, builder);
+        if end == start {
+            self.running.insert(id, sequence);
+            return true;
+        }
         let extended = self.cache.extend(&mut sequence.table, start, end, &mut builder.plan.copies);
         assert!(extended, "{:?} was found to fit", sequence.key);
         self.running.insert(id, sequence);

@@ -11,6 +11,9 @@
 //! 3. A sequence has one progress number: `num_computed` catches up with the tokens it has. A step computes as many of
 //!    the missing ones as the token budget (`max_batch_tokens`) allows: a chunk of the prompt, the last sampled token,
 //!    or prompt and output again after a preemption. There are no phases.
+//!    A chunk ends before an image whose embeddings are not there yet. The oldest sequence that needs a picture has the
+//!    vision tower encode it, some blocks a step, beside the tokens of others. Embeddings are kept for later prompts
+//!    with the same picture until others need their rows.
 //! 4. [`Scheduler::update`] takes the step's answers. When the last token of a prompt has been computed, its one row of
 //!    logits gives a token to each of the `n` samples, and the sequence forks: every sample gets its own block table of
 //!    the same blocks, and waits for a place while it holds them. A partial last block is copied by each sample that
@@ -38,6 +41,7 @@
 
 mod admission;
 mod group;
+mod images;
 mod masks;
 mod policy;
 mod queue;
@@ -52,6 +56,7 @@ mod update;
 use std::collections::{BTreeMap, HashMap};
 
 pub use group::{Group, GroupKind, Outcome};
+pub use images::ImageScheduling;
 pub use policy::RunningKv;
 pub use speculation::Speculation;
 pub use stop::stop_reason;
@@ -60,6 +65,7 @@ use crate::cache::KvCacheManager;
 use crate::error::{Error, Result};
 use crate::grammar::{MaskBudget, MaskJob};
 use crate::types::{EngineStats, GroupKey, RequestKey, SampleKey, TokenId};
+use images::Images;
 use queue::AdmissionQueue;
 use sequence::{SeqId, Sequence};
 use speculation::{Acceptance, NgramIndex};
@@ -77,6 +83,7 @@ pub struct SchedulerConfig {
     /// Maximum number of waiting samples, which bounds the memory of requests before they run.
     pub max_queued_samples: usize,
     pub speculation: Speculation,
+    pub images: ImageScheduling,
 }
 
 /// Continuous batching over one KV cache. The module's page says how it works.
@@ -84,6 +91,7 @@ pub struct SchedulerConfig {
 pub struct Scheduler {
     config: SchedulerConfig,
     cache: KvCacheManager,
+    images: Images,
     queue: AdmissionQueue,
     /// Sequences with a place in the batch.
     running: BTreeMap<SeqId, Sequence>,
@@ -132,6 +140,7 @@ impl Scheduler {
         assert!(config.max_model_len > 0, "max_model_len must be at least 1");
         assert!(config.max_queued_samples > 0, "max_queued_samples must be at least 1");
         Self {
+            images: Images::new(config.images),
             config,
             cache,
             queue: AdmissionQueue::default(),
@@ -188,6 +197,14 @@ impl Scheduler {
         if len + room > max_len {
             let most = max_len - room;
             return Err(Error::invalid(field(), format!("has {len} tokens; at most {most} fit into the context")));
+        }
+        let most_of_image = self.images.most_tokens();
+        for (index, image) in group.prompt.images.iter().enumerate() {
+            let tokens = image.placeholders.len();
+            if tokens > most_of_image {
+                let message = format!("has {tokens} tokens; an image may have at most {most_of_image}");
+                return Err(Error::invalid(format!("{}.images[{index}]", field()), message));
+            }
         }
         let most_tokens = match group.kind {
             GroupKind::Score => len,
@@ -260,6 +277,8 @@ impl Scheduler {
             total_blocks: blocks.total as u64,
             free_blocks: blocks.free as u64,
             cached_blocks: blocks.cached as u64,
+            encoded_images: self.images.encoded,
+            held_images: self.images.held() as u64,
             ..self.stats
         }
     }
@@ -268,6 +287,7 @@ impl Scheduler {
     /// and for an idle engine.
     pub fn check_integrity(&self) {
         let sequences = || self.running.iter().chain(&self.waiting).chain(&self.suspended);
+        self.images.check_integrity();
         self.cache.check_integrity(sequences().map(|(_, sequence)| &sequence.table));
         assert!(self.running.len() <= self.config.max_num_seqs, "{} sequences are running", self.running.len());
         let mut live: HashMap<GroupKey, usize> = HashMap::new();

@@ -2,7 +2,7 @@
 
 use super::{Scheduler, SeqId};
 use crate::grammar::MaskBudget;
-use crate::types::StepPlan;
+use crate::types::{PictureHash, StepPlan};
 
 /// The plan of a step while it is being made.
 #[derive(Default)]
@@ -10,6 +10,8 @@ pub(super) struct PlanBuilder {
     pub plan: StepPlan,
     /// Number of tokens that may still be added.
     pub budget: usize,
+    /// Pictures that the sequences planned so far need.
+    pub pictures: Vec<PictureHash>,
 }
 
 impl Scheduler {
@@ -21,7 +23,7 @@ impl Scheduler {
         assert!(self.in_flight.is_empty(), "the last plan has not been answered");
         self.begun.clear();
         self.mask_budget = MaskBudget::default();
-        let mut builder = PlanBuilder { plan: StepPlan::default(), budget: self.config.max_batch_tokens };
+        let mut builder = PlanBuilder { budget: self.config.max_batch_tokens, ..PlanBuilder::default() };
         let oldest_first: Vec<SeqId> = self.running.keys().copied().collect();
         for id in oldest_first {
             if builder.budget == 0 {
@@ -31,18 +33,23 @@ impl Scheduler {
         }
         self.admit(&mut builder);
         self.speculate(&mut builder);
+        self.images.finish_plan(&builder);
         assert_eq!(self.has_work(), !builder.plan.is_empty(), "no sequence can advance");
         builder.plan
     }
 
     /// Plans the missing tokens of a running sequence, as far as the budget allows. If blocks are short it takes those
     /// of younger sequences. It is left out of this step if only older ones have blocks that it could use, or if it has
-    /// itself been preempted in this step.
+    /// itself been preempted in this step, or if its next token is one of an image that is not encoded yet.
     fn continue_running(&mut self, id: SeqId, builder: &mut PlanBuilder) {
         loop {
             let Some(sequence) = self.running.get_mut(&id) else { return };
             let start = sequence.num_computed;
             let end = sequence.num_tokens().min(start + builder.budget);
+            let end = self.images.chunk_end(sequence, end, builder);
+            if end == start {
+                return;
+            }
             if self.cache.extend(&mut sequence.table, start, end, &mut builder.plan.copies) {
                 return self.plan_sequence(id, end, builder);
             }
@@ -54,9 +61,11 @@ impl Scheduler {
 
     /// Adds the tokens `[num_computed, end)` of a running sequence to the plan.
     pub(super) fn plan_sequence(&mut self, id: SeqId, end: usize, builder: &mut PlanBuilder) {
-        let sequence = self.running[&id].plan(end);
-        builder.budget -= sequence.tokens.len();
-        builder.plan.sequences.push(sequence);
+        let sequence = &self.running[&id];
+        let mut planned = sequence.plan(end);
+        planned.embeddings = self.images.embeddings(sequence, planned.start..end);
+        builder.budget -= planned.tokens.len();
+        builder.plan.sequences.push(planned);
         self.in_flight.push(id);
     }
 

@@ -81,7 +81,7 @@ impl Sequence {
         let unforked = seeds.split_off(1);
         let wants_logprobs = wants_all || !group.prompt.logprob_token_ids.is_empty();
         let scored_from = if wants_all { 0 } else { group.prompt.first_with_row() };
-        let hashes = HashChain::of(group.salt, &group.prompt.tokens, &group.prompt.media, block_size);
+        let hashes = HashChain::of(group.salt, &group.prompt.tokens, &group.prompt.images, block_size);
         let thinking = group
             .params
             .thinking
@@ -219,7 +219,7 @@ impl Sequence {
         let tokens = self.copy_tokens(start, end);
         let block_table = self.table.as_slice().to_vec();
         let prompt = self.prompt.clone();
-        PlanSequence { start, tokens, prompt, block_table, adapter: self.salt.adapter, logits }
+        PlanSequence { start, tokens, prompt, embeddings: Vec::new(), block_table, adapter: self.salt.adapter, logits }
     }
 
     fn task(&self, seed: u64, offset: u32, target: Option<TokenId>) -> LogitsTask {
@@ -277,7 +277,7 @@ impl Sequence {
         for index in self.num_registered..end / block_size {
             if index == self.hashes.len() {
                 let tokens = self.copy_tokens(index * block_size, (index + 1) * block_size);
-                self.hashes.push(&tokens, &self.prompt.media);
+                self.hashes.push(&tokens, &self.prompt.images);
             }
             cache.register(&self.table, index, self.hashes.as_slice()[index]);
         }
@@ -297,7 +297,7 @@ impl Sequence {
     pub fn change_policy(&mut self, epoch: u64, keep: bool, cache: &mut KvCacheManager) {
         self.salt.epoch = epoch;
         let known = self.copy_tokens(0, self.prompt.tokens.len() + self.outputs.len());
-        self.hashes = HashChain::of(self.salt, &known, &self.prompt.media, cache.block_size());
+        self.hashes = HashChain::of(self.salt, &known, &self.prompt.images, cache.block_size());
         if keep && self.is_forked() {
             self.mixed = !self.table.is_empty();
             return;

@@ -3,14 +3,19 @@
 //! Nothing here owns a device, a clock, a channel or a runtime.
 
 mod mask;
+mod picture;
 mod plan;
 mod prompt;
 mod sampling;
 mod stats;
 
 pub use mask::TokenMask;
-pub use plan::{BlockCopy, BlockId, History, LogitsRow, LogitsTask, PlanSequence, StepOutput, StepPlan};
-pub use prompt::{MediaItem, Prompt};
+pub use picture::{Picture, PictureHash};
+pub use plan::{
+    BlockCopy, BlockId, EmbeddingRows, History, LogitsRow, LogitsTask, PictureEncode, PlanSequence, StepOutput,
+    StepPlan,
+};
+pub use prompt::{Prompt, PromptImage};
 pub use rollout_kernels::{Distribution, TokenLogprobs};
 pub use sampling::{FinishReason, SamplingParams, ThinkingBudget, sample_seed};
 pub use stats::{ENGINE_STATS, EngineStats};

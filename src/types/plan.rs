@@ -1,21 +1,46 @@
 //! The plan of one engine step: made by the scheduler, run by the executor, answered by a [`StepOutput`].
 
+use std::ops::Range;
 use std::sync::Arc;
 
 /// Copy of the first `tokens` slots of a block (all layers, K and V), for a fork that writes into a shared block.
 pub use rollout_kernels::BlockCopy;
 
-use super::{Prompt, RequestKey, SampleKey, SamplingParams, TokenId, TokenLogprobs, TokenMask};
+use super::{Picture, Prompt, RequestKey, SampleKey, SamplingParams, TokenId, TokenLogprobs, TokenMask};
 
 /// Index of a physical block of the paged KV cache.
 pub type BlockId = u32;
 
-/// The work of one step: it first copies blocks, then runs the tokens of all sequences as one flat batch.
+/// The work of one step: it first copies blocks, then works on a picture, then runs the tokens of all sequences as one
+/// flat batch.
 #[derive(Clone, Debug, Default)]
 pub struct StepPlan {
     /// Copies, in the order in which they are applied: the source of one may be the destination of an earlier one.
     pub copies: Vec<BlockCopy>,
+    /// The picture that the vision tower encodes, if there is one.
+    pub encode: Option<PictureEncode>,
     pub sequences: Vec<PlanSequence>,
+}
+
+/// Work of the vision tower on a picture: all of its blocks, or those that one step has time for. A picture's blocks
+/// run in order, and no other picture comes between them.
+#[derive(Clone, Debug)]
+pub struct PictureEncode {
+    pub picture: Picture,
+    /// The tower's blocks that run in this step; those of a picture that begins start with block 0. The last of all
+    /// completes the embeddings.
+    pub blocks: Range<usize>,
+    /// Rows of the embedding buffer that get the embeddings, one a token.
+    pub rows: Range<usize>,
+}
+
+/// Rows of the embedding buffer that take the place of token embeddings in a step.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct EmbeddingRows {
+    /// Index into the sequence's `tokens` of the first of them.
+    pub offset: usize,
+    /// Rows of the embedding buffer, one for each of these tokens.
+    pub rows: Range<usize>,
 }
 
 /// Consecutive tokens of one sequence that a step runs: a chunk of the prompt, the last sampled token, or anything
@@ -28,6 +53,8 @@ pub struct PlanSequence {
     pub tokens: Vec<TokenId>,
     /// The prompt that the sequence begins with: `tokens` belong to it, to its completion or to both.
     pub prompt: Prompt,
+    /// Embeddings of the images that `tokens` have placeholders of, ascending by `offset`.
+    pub embeddings: Vec<EmbeddingRows>,
     /// Blocks of `[0, start + tokens.len())`, in order.
     pub block_table: Vec<BlockId>,
     /// Generation of the resident adapter that is applied to these tokens, if any.
@@ -91,8 +118,8 @@ pub struct StepOutput {
 
 impl PlanSequence {
     /// Rotary position of each of `tokens`.
-    pub fn positions(&self) -> impl Iterator<Item = u32> {
-        self.prompt.positions(self.start..self.start + self.tokens.len())
+    pub fn positions(&self) -> impl Iterator<Item = [u32; 3]> {
+        (self.start..self.start + self.tokens.len()).map(|index| self.prompt.position(index))
     }
 }
 
@@ -113,6 +140,6 @@ impl StepPlan {
     }
 
     pub fn is_empty(&self) -> bool {
-        self.sequences.is_empty()
+        self.sequences.is_empty() && self.encode.is_none()
     }
 }

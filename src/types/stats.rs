@@ -79,6 +79,10 @@ engine_stats! {
     drafted_tokens: counter "rollout:spec_decode_num_draft_tokens_total" = vllm,
     /// Draft tokens that turned out right.
     accepted_tokens: counter "rollout:spec_decode_num_accepted_tokens_total" = vllm,
+    /// Images that the vision tower has encoded.
+    encoded_images: counter "rollout:images_encoded_total",
+    /// Images whose embeddings are held or being made.
+    held_images: gauge "rollout:images_held",
     /// Version of the policy that serves.
     weight_version: gauge "rollout:weight_version",
     /// Pushes applied since the start.

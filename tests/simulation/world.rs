@@ -10,7 +10,7 @@ use rollout_server::engine::{Command, Engine, EngineHandle, EngineStatus, Lifecy
 use rollout_server::error::Result;
 use rollout_server::memory::{MemoryBudget, MemoryUse, Traffic};
 use rollout_server::observe::Observer;
-use rollout_server::scheduler::{Scheduler, SchedulerConfig, Speculation};
+use rollout_server::scheduler::{ImageScheduling, Scheduler, SchedulerConfig, Speculation};
 
 use super::book::{Book, Note};
 use super::calls::{Call, Calls};
@@ -114,6 +114,7 @@ impl World {
             max_model_len: habits.max_model_len,
             max_queued_samples: dice.between(4, 24),
             speculation: if dice.coin() { Speculation::AUTO } else { Speculation::OFF },
+            images: ImageScheduling::default(),
         };
         let weights = PARAMETER_BYTES * PARAMETERS as u64;
         let free = dice.pick(&[100, 400, 5000]);

@@ -9,7 +9,7 @@ use crate::clock::Clock;
 use crate::engine::*;
 use crate::memory::{Backlog, MemoryBudget, MemoryUse, Traffic};
 use crate::observe::Observer;
-use crate::scheduler::{SchedulerConfig, Speculation};
+use crate::scheduler::{ImageScheduling, SchedulerConfig, Speculation};
 use crate::types::{Prompt, SamplingParams, TokenId};
 use crate::weights::{
     Adapter, AdapterSpec, AdapterTensor, Delta, Dtype, ParamSpec, Parameters, ReceiveMode, ShadowWeights, ShardRule,
@@ -223,6 +223,7 @@ impl Rig {
             max_model_len: 100,
             max_queued_samples: MAX_QUEUED,
             speculation: Speculation::OFF,
+            images: ImageScheduling::default(),
         };
         let scheduler = Scheduler::new(config, KvCacheManager::new(BLOCKS, BLOCK_SIZE));
         let specs = PARAMETERS.map(|name| ParamSpec::new(name, vec![5, 3], ShardRule::Replicated));

@@ -12,7 +12,7 @@ use crate::engine::*;
 use crate::executor::{MemoryKind, Released, WeightOrder};
 use crate::memory::{Backlog, MemoryBudget, Traffic};
 use crate::observe::Observer;
-use crate::scheduler::{SchedulerConfig, Speculation};
+use crate::scheduler::{ImageScheduling, SchedulerConfig, Speculation};
 use crate::types::{FinishReason, Prompt, SamplingParams, StepOutput, StepPlan, TokenId, TokenLogprobs, WeightVersion};
 use crate::weights::{Dtype, ParamSpec, Parameters, ShadowWeights};
 
@@ -102,6 +102,7 @@ impl Fixture {
             max_model_len: 100,
             max_queued_samples: 16,
             speculation: Speculation::OFF,
+            images: ImageScheduling::default(),
         };
         let scheduler = Scheduler::new(config, KvCacheManager::new(64, 4));
         let executor = Counting { permits: receiver, plan: None };

@@ -21,14 +21,14 @@ fn root(salt: CacheSalt) -> u64 {
     mix(mix(11, salt.epoch), salt.adapter.map_or(0, |generation| generation + 1))
 }
 
-fn next_state(state: u64, salt: CacheSalt, token: TokenId, media: u64) -> u64 {
-    mix(mix(state, root(salt)), u64::from(token) ^ media)
+fn next_state(state: u64, salt: CacheSalt, token: TokenId, image: u64) -> u64 {
+    mix(mix(state, root(salt)), u64::from(token) ^ image)
 }
 
-/// The value of the prompt's media at the token with this index; 0 where there are none.
-fn media_at(prompt: &Prompt, index: usize) -> u64 {
-    let item = prompt.media.iter().find(|item| item.placeholders.contains(&index));
-    item.map_or(0, |item| mix(u64::from(item.hash[0]), (index - item.placeholders.start) as u64))
+/// The value of the prompt's image at the token with this index; 0 where there is none.
+fn image_at(prompt: &Prompt, index: usize) -> u64 {
+    let image = prompt.images.iter().find(|image| image.placeholders.contains(&index));
+    image.map_or(0, |image| mix(u64::from(image.picture.rgb()[0]), (index - image.placeholders.start) as u64))
 }
 
 /// The content of a slot after position `position` was computed: like real KV, a function of all tokens up to it, and
@@ -46,6 +46,11 @@ struct Slot {
 pub struct FakeExecutor {
     block_size: usize,
     slots: Vec<Option<Slot>>,
+    images: ImageScheduling,
+    /// Of each row of the embedding buffer the picture and the index of its token; `None` without content.
+    embeddings: Vec<Option<(PictureHash, usize)>>,
+    /// The picture whose first blocks have run, and how many.
+    encoding: Option<(PictureHash, usize)>,
     /// Epoch of the policy under which each sequence's block table was begun.
     begun: HashMap<SeqId, u64>,
     /// Number of contexts seen whose KV was of several policies.
@@ -60,6 +65,9 @@ impl FakeExecutor {
             assert!(0 < copy.tokens && copy.tokens < self.block_size, "{copy:?}");
             let [src, dst] = [copy.src, copy.dst].map(|id| id as usize * self.block_size);
             self.slots.copy_within(src..src + copy.tokens, dst);
+        }
+        if let Some(encode) = &plan.encode {
+            self.encode(encode);
         }
         let mut written = Vec::new();
         let mut tokens = Vec::new();
@@ -85,6 +93,34 @@ impl FakeExecutor {
         StepOutput { tokens, failed: Vec::new() }
     }
 
+    /// Runs blocks of the tower, which must be the next ones of the picture.
+    fn encode(&mut self, encode: &PictureEncode) {
+        let (picture, PictureEncode { blocks, rows, .. }) = (encode.picture.hash(), encode);
+        let run = self.encoding.filter(|(current, _)| *current == picture).map_or(0, |(_, blocks)| blocks);
+        assert!(blocks.start == run || blocks.start == 0, "{blocks:?} after {run} blocks");
+        assert!(blocks.start < blocks.end && blocks.end <= self.images.tower_blocks, "{blocks:?}");
+        let most = (self.images.token_blocks / rows.len()).max(1);
+        assert!(blocks.len() <= most, "{blocks:?} of a picture of {} tokens, at most {most}", rows.len());
+        self.embeddings[rows.clone()].fill(None);
+        self.encoding = Some((picture, blocks.end));
+        if blocks.end == self.images.tower_blocks {
+            let tokens = (0..rows.len()).map(|token| Some((picture, token)));
+            self.embeddings[rows.clone()].iter_mut().zip(tokens).for_each(|(row, token)| *row = token);
+        }
+    }
+
+    /// The value of the image at a token of the plan, of which the buffer must have the embedding.
+    fn image_at(&self, planned: &PlanSequence, offset: usize) -> u64 {
+        let is_inside = |images: &&EmbeddingRows| (images.offset..images.offset + images.rows.len()).contains(&offset);
+        let found = planned.embeddings.iter().find(is_inside);
+        let row = found.map(|images| self.embeddings[images.rows.start + offset - images.offset]);
+        let index = planned.start + offset;
+        let image = planned.prompt.images.iter().find(|image| image.placeholders.contains(&index));
+        let expected = image.map(|image| Some((image.picture.hash(), index - image.placeholders.start)));
+        assert_eq!(row, expected, "the embedding of token {index}");
+        image_at(&planned.prompt, index)
+    }
+
     fn slot(&self, planned: &PlanSequence, position: usize) -> usize {
         planned.block_table[position / self.block_size] as usize * self.block_size + position % self.block_size
     }
@@ -96,7 +132,7 @@ impl FakeExecutor {
         };
         let mut states = Vec::new();
         for (position, &token) in (planned.start..).zip(&planned.tokens) {
-            state = next_state(state, salt, token, media_at(&planned.prompt, position));
+            state = next_state(state, salt, token, self.image_at(planned, position - planned.start));
             states.push(state);
             let slot = self.slot(planned, position);
             self.slots[slot] = Some(Slot { salt, position, token, state });
@@ -121,7 +157,7 @@ impl FakeExecutor {
             assert!((epoch..=salt.epoch).contains(&held.salt.epoch), "KV of position {position} is of {:?}", held.salt);
             epoch = held.salt.epoch;
             let salt = CacheSalt { epoch, ..salt };
-            state = next_state(state, salt, token, media_at(&planned.prompt, position));
+            state = next_state(state, salt, token, image_at(&planned.prompt, position));
             assert_eq!(held, Slot { salt, position, token, state }, "KV of position {position}");
         }
     }
@@ -134,7 +170,7 @@ fn raw_logprobs(logprobs: &[TokenLogprobs]) -> Vec<f32> {
 /// The log-probabilities of a group's prompt if the policy of the group's salt computes all of it.
 fn prompt_logprobs(group: &Group) -> Vec<f32> {
     let states = (0..).zip(&group.prompt.tokens[..]).scan(0, |state, (index, &token)| {
-        *state = next_state(*state, group.salt, token, media_at(&group.prompt, index));
+        *state = next_state(*state, group.salt, token, image_at(&group.prompt, index));
         Some(*state)
     });
     states.zip(&group.prompt.tokens[1..]).map(|(state, &token)| raw_logprob(state, token)).collect()
@@ -209,6 +245,9 @@ impl Harness {
             executor: FakeExecutor {
                 block_size,
                 slots: vec![None; num_blocks * block_size],
+                images: config.images,
+                embeddings: vec![None; config.images.embedding_rows],
+                encoding: None,
                 begun: HashMap::new(),
                 mixed: 0,
                 repeats: false,
@@ -264,6 +303,8 @@ impl Harness {
         assert_eq!((blocks.free, blocks.cached), (blocks.total, 0));
         // The memory is released, and has no content when it is there again.
         self.executor.slots.fill(None);
+        self.executor.embeddings.fill(None);
+        self.executor.encoding = None;
     }
 
     fn note_tables(&mut self) {

@@ -17,6 +17,7 @@ fn config(max_num_seqs: usize, max_batch_tokens: usize) -> SchedulerConfig {
         max_model_len: 100,
         max_queued_samples: 50,
         speculation: Speculation::OFF,
+        images: ImageScheduling::default(),
     }
 }
 

@@ -13,6 +13,7 @@ use crate::types::*;
 
 const SEEDS: u64 = 400;
 const MAX_MODEL_LEN: usize = 40;
+const MAX_IMAGE_TOKENS: usize = 12;
 const REQUESTS: u64 = 16;
 
 fn stop_string(logprobs: &TokenLogprobs) -> bool {
@@ -35,6 +36,11 @@ fn random_config(rng: &mut ChaCha8Rng) -> (SchedulerConfig, usize, usize) {
         max_model_len: MAX_MODEL_LEN,
         max_queued_samples: rng.random_range(8..=100),
         speculation: random_speculation(rng),
+        images: ImageScheduling {
+            embedding_rows: MAX_IMAGE_TOKENS + rng.random_range(0..=MAX_IMAGE_TOKENS),
+            tower_blocks: rng.random_range(1..=4),
+            token_blocks: rng.random_range(0..=3 * MAX_IMAGE_TOKENS),
+        },
     };
     let block_size = rng.random_range(1..=7);
     let smallest = MAX_MODEL_LEN.div_ceil(block_size);
@@ -47,10 +53,19 @@ fn random_prompt(rng: &mut ChaCha8Rng, max_len: usize) -> Prompt {
     let odd = if rng.random_bool(0.5) { rng.random_range(0..len) } else { len };
     let tokens: Vec<TokenId> = (0..len).map(|i| if i == odd { 3 } else { i as TokenId % 2 }).collect();
     let mut prompt = Prompt::from_tokens(tokens);
-    if rng.random_bool(0.2) {
-        let start = rng.random_range(0..len);
-        let placeholders = start..rng.random_range(start + 1..=len);
-        prompt.media = Arc::new([MediaItem { hash: [rng.random_range(1..=2); 32], placeholders }]);
+    if rng.random_bool(0.3) {
+        let (mut images, mut at) = (Vec::new(), 0);
+        while at < len && images.len() < 3 {
+            let start = rng.random_range(at..len);
+            let end = rng.random_range(start + 1..=len.min(start + MAX_IMAGE_TOKENS));
+            // Equal pixels are one picture, of one size.
+            let tokens = (end - start) as u8;
+            let rgb = [rng.random_range(1..=2), tokens, 0];
+            let picture = Picture::new("image", 1, 1, 1, rgb).expect("a picture of one pixel");
+            images.push((picture, start..end, [1, end - start]));
+            at = end + rng.random_range(0..=2);
+        }
+        prompt = Prompt::with_images(prompt.tokens, images);
     }
     if rng.random_bool(0.2) {
         prompt.logprob_token_ids = vec![vec![1]; rng.random_range(0..len)].into();
@@ -172,6 +187,7 @@ fn alone(group: &Group, sample_index: usize, repeats: bool) -> GroupResult {
         max_model_len: MAX_MODEL_LEN,
         max_queued_samples: 1,
         speculation: Speculation::OFF,
+        images: ImageScheduling { embedding_rows: 3 * MAX_IMAGE_TOKENS, tower_blocks: 1, token_blocks: 0 },
     };
     let mut harness = Harness::new(config, 10, 16);
     harness.stop_string = stop_string;
@@ -224,6 +240,7 @@ fn samples_are_the_same_alone_and_in_any_turmoil() {
     }
     println!("{total:?}");
     assert!(total.preemptions > 5 * SEEDS && total.cached_tokens > 15 * SEEDS, "too little turmoil: {total:?}");
+    assert!(total.encoded_images > SEEDS, "too few images: {total:?}");
     let wrong = total.drafted_tokens - total.accepted_tokens;
     assert!(total.accepted_tokens > 10 * SEEDS && wrong > 10 * SEEDS, "too few drafts: {total:?}");
 }

@@ -10,7 +10,14 @@ const BLOCK_SIZE: usize = 4;
 const EAGER: Speculation = Speculation { max_rows: 8, row_cost: 0.0 };
 
 fn config(speculation: Speculation) -> SchedulerConfig {
-    SchedulerConfig { max_num_seqs: 8, max_batch_tokens: 100, max_model_len: 100, max_queued_samples: 50, speculation }
+    SchedulerConfig {
+        max_num_seqs: 8,
+        max_batch_tokens: 100,
+        max_model_len: 100,
+        max_queued_samples: 50,
+        speculation,
+        images: ImageScheduling::default(),
+    }
 }
 
 /// A harness in which tokens mostly follow from those before them.
