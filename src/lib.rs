@@ -92,7 +92,7 @@
 //! A module uses only modules to the right of it (`tests/structure` fails on any other edge):
 //!
 //! ```text
-//! main, startup → server → engine → scheduler, executor → cache | model | grammar → weights, text, observe
+//! main, startup → server → engine → scheduler, executor → cache | model | grammar → weights, text, pixels, observe
 //!   → comm, memory → types, clock, config, logs, profile → error
 //! ```
 //!
@@ -150,6 +150,7 @@ pub mod logs;
 pub mod memory;
 pub mod model;
 pub mod observe;
+pub mod pixels;
 pub mod profile;
 pub mod scheduler;
 pub mod server;

@@ -20,7 +20,7 @@ const LAYERS: &[&[&str]] = &[
     &["engine"],
     &["scheduler", "executor"],
     &["cache", "model", "grammar"],
-    &["weights", "text", "observe"],
+    &["weights", "text", "pixels", "observe"],
     &["comm", "memory"],
     &["types", "clock", "config", "logs", "profile"],
     &["error"],
@@ -207,6 +207,14 @@ fn only_the_server_knows_the_network_and_the_runtime() {
     let allowed = |path: &str| path == "src/main.rs" || path.starts_with("src/server/");
     let offenders = lines_with(&rust_files(OWN_CODE), NAMES, allowed);
     assert_none(&offenders, "transport and runtime end in src/server; the engine below is plain threads and data:");
+}
+
+#[test]
+fn only_pixels_decodes_pictures() {
+    const NAMES: &[&str] =
+        &["DynamicImage", "ImageReader", "ImageDecoder", "PngDecoder", "JpegDecoder", "fast_image_resize::"];
+    let offenders = lines_with(&rust_files(OWN_CODE), NAMES, |path| path.starts_with("src/pixels/"));
+    assert_none(&offenders, "a file of a client is decoded in src/pixels, behind its limits; others take a `Picture`:");
 }
 
 #[test]
