@@ -15,8 +15,14 @@ use crate::error::{Error, Result};
 const FIRST_ANSWER: Duration = Duration::from_secs(15);
 
 /// The files beside the safetensors that are fetched, where the repository has them.
-const SMALL_FILES: [&str; 5] =
-    ["config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"];
+const SMALL_FILES: [&str; 6] = [
+    "config.json",
+    "generation_config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "chat_template.jinja",
+    "preprocessor_config.json",
+];
 
 /// The directory with the files of `repo` at `revision`, which are downloaded if need be. If the hub cannot be reached,
 /// what the cache has of the revision is taken, if it is whole.

@@ -11,7 +11,7 @@ use super::digest::digest_of_rows;
 use super::mapped::MappedFile;
 use super::{is_there, unreadable};
 use crate::error::{Error, Result};
-use crate::weights::parameters::{Dtype, Slice, TensorData, matrix_shape, tensor_of_bytes};
+use crate::weights::parameters::{Dtype, Slice, TensorData, matrix_shape, stored_together, tensor_of_bytes};
 
 /// The file of a model that is not sharded.
 pub(super) const SINGLE: &str = "model.safetensors";
@@ -41,6 +41,23 @@ pub struct SafetensorsCheckpoint {
 struct Index {
     /// The file name of a tensor's shard, by the tensor's name.
     weight_map: BTreeMap<String, String>,
+}
+
+impl Entry {
+    /// The parameters of a tensor of this name: one, or several of equal size that are stored one below the other.
+    fn parameters(self, name: &str) -> Vec<(String, Self)> {
+        let Some(parts) = stored_together(name) else { return vec![(name.to_string(), self)] };
+        let rows = self.shape.first().copied().unwrap_or(0);
+        if !rows.is_multiple_of(parts.len()) {
+            return vec![(name.to_string(), self)];
+        }
+        let (shape, bytes) = ([&[rows / parts.len()], &self.shape[1..]].concat(), self.bytes.len() / parts.len());
+        let part = |(index, name): (usize, String)| {
+            let start = self.bytes.start + index * bytes;
+            (name, Self { shape: shape.clone(), bytes: start..start + bytes, ..self.clone() })
+        };
+        parts.into_iter().enumerate().map(part).collect()
+    }
 }
 
 impl SafetensorsCheckpoint {
@@ -74,7 +91,8 @@ impl SafetensorsCheckpoint {
             checkpoint.add_file(&shard)?;
         }
         for (name, shard) in &index.weight_map {
-            if !checkpoint.entries.contains_key(name) {
+            let parameters = stored_together(name).unwrap_or_else(|| vec![name.clone()]);
+            if !parameters.iter().all(|name| checkpoint.entries.contains_key(name)) {
                 return Err(Error::Config(format!("{} says that {shard} has {name}; it has not", path.display())));
             }
         }
@@ -102,7 +120,8 @@ impl SafetensorsCheckpoint {
             let (start, end) = info.data_offsets;
             let bytes = data_start + start..data_start + end;
             let entry = Entry { file: self.files.len(), dtype, shape: info.shape.clone(), bytes };
-            if self.entries.insert(name.clone(), entry).is_some() {
+            let parameters = entry.parameters(&name);
+            if parameters.into_iter().any(|(parameter, entry)| self.entries.insert(parameter, entry).is_some()) {
                 return Err(fail(format!("{name} is in another shard too")));
             }
         }

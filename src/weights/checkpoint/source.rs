@@ -33,6 +33,8 @@ pub struct ModelFiles {
     pub config: Value,
     /// The content of `generation_config.json`, if there is one.
     pub generation_config: Option<Value>,
+    /// The content of `preprocessor_config.json`, or of `processor_config.json` where that has it, if there is one.
+    pub preprocessor_config: Option<Value>,
     pub tokenizer: TokenizerFiles,
     pub checkpoint: Checkpoint,
 }
@@ -103,6 +105,7 @@ impl ModelSource {
                 Ok(ModelFiles {
                     config: checkpoint.config().clone(),
                     generation_config: None,
+                    preprocessor_config: None,
                     tokenizer: TokenizerFiles::Gguf(checkpoint.metadata().clone()),
                     checkpoint: Checkpoint::Gguf(checkpoint),
                 })
@@ -125,7 +128,12 @@ fn open_directory(dir: &Path) -> Result<ModelFiles> {
     if let (None, Some(adapter)) = (existing("config.json")?, existing("adapter_config.json")?) {
         return Err(is_adapter(dir, &read_json(&adapter)?));
     }
+    let preprocessor = match existing("preprocessor_config.json")? {
+        Some(path) => Some(path),
+        None => existing("processor_config.json")?,
+    };
     Ok(ModelFiles {
+        preprocessor_config: preprocessor.map(|path| read_json(&path)).transpose()?,
         config: read_json(&required("config.json")?)?,
         generation_config: existing("generation_config.json")?.map(|path| read_json(&path)).transpose()?,
         tokenizer: TokenizerFiles::HuggingFace {

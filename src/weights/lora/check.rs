@@ -8,7 +8,7 @@ use super::names::{PREFIX, TensorName, TensorRole};
 use super::spec::{AdapterSpec, ChangeSpec, DeltaSpec, FactorKind, LowRankSpec, WholeSpec};
 use crate::error::{Error, Result};
 use crate::memory::Traffic;
-use crate::weights::parameters::{Dtype, Parameters, matrix_shape};
+use crate::weights::parameters::{Dtype, Parameters, canonical, matrix_shape, stored_together};
 
 const EMBEDDING: &str = "model.embed_tokens";
 const HEAD: &str = "lm_head";
@@ -56,8 +56,8 @@ fn check(
             "adapter_config is given, but no tensors; give neither for the base itself",
         ));
     }
-    let modules = group(tensors)?;
-    let mut checker = Checker { config, tensors, parameters, changes: BTreeMap::new() };
+    let (modules, own_names) = group(tensors, parameters)?;
+    let mut checker = Checker { config, tensors, parameters, own_names, changes: BTreeMap::new() };
     for (name, module) in &modules {
         checker.adapt(name, module)?;
     }
@@ -65,9 +65,14 @@ fn check(
     Ok(checker.changes)
 }
 
-/// The tensors by the name of their module in the base model.
-fn group(tensors: &[AdapterTensor<'_>]) -> Result<BTreeMap<String, Module>> {
+/// The tensors by the name of their module in the base model, and the names of these modules in the adapter where they
+/// differ.
+fn group(
+    tensors: &[AdapterTensor<'_>],
+    parameters: &Parameters,
+) -> Result<(BTreeMap<String, Module>, BTreeMap<String, String>)> {
     let mut modules: BTreeMap<String, Module> = BTreeMap::new();
+    let mut own_names = BTreeMap::new();
     let mut first_adapter = None;
     for (index, entry) in tensors.iter().enumerate() {
         let Some(TensorName { module, adapter, role }) = TensorName::parse(entry.name) else {
@@ -83,17 +88,23 @@ fn group(tensors: &[AdapterTensor<'_>]) -> Result<BTreeMap<String, Module>> {
                 return Err(Error::invalid(entry.name, message));
             }
         }
-        if let Some(other) = modules.entry(module).or_default().insert(role, index) {
+        let name = canonical(&module, parameters).into_owned();
+        if name != module {
+            own_names.insert(name.clone(), module);
+        }
+        if let Some(other) = modules.entry(name).or_default().insert(role, index) {
             return Err(Error::invalid(entry.name, format!("is twice; the other is {}", tensors[other].name)));
         }
     }
-    Ok(modules)
+    Ok((modules, own_names))
 }
 
 struct Checker<'a> {
     config: AdapterConfig,
     tensors: &'a [AdapterTensor<'a>],
     parameters: &'a Parameters,
+    /// For modules that have another name in the adapter, that name: patterns of its configuration are matched with it.
+    own_names: BTreeMap<String, String>,
     changes: BTreeMap<String, ChangeSpec>,
 }
 
@@ -133,7 +144,7 @@ impl Checker<'_> {
     ) -> Result<Option<(usize, usize)>> {
         let missing = |missing: &str, there: usize| {
             Err(Error::invalid(
-                format!("{PREFIX}{name}.{missing}"),
+                format!("{PREFIX}{}.{missing}", self.own_name(name)),
                 format!("is missing; {} is there", self.name(there)),
             ))
         };
@@ -145,22 +156,33 @@ impl Checker<'_> {
         }
     }
 
+    /// The name of a module in the adapter.
+    fn own_name<'n>(&'n self, name: &'n str) -> &'n str {
+        self.own_names.get(name).map_or(name, String::as_str)
+    }
+
     fn adapt_linear(&mut self, name: &str, module: &Module, a: usize, b: usize) -> Result<()> {
         let (parameter, kind) = self.linear_weight(name, a)?;
-        let (rows, cols) = self.matrix(&parameter, a)?;
-        let rank = self.config.rank(name) as usize;
+        // The factors of fused projections change each of them: by all of `A`, and by its own rows of `B`.
+        let parts = stored_together(&parameter).unwrap_or_else(|| vec![parameter]);
+        let shapes = parts.iter().map(|part| self.matrix(part, a)).collect::<Result<Vec<_>>>()?;
+        let (rows, cols) = (shapes.iter().map(|(rows, _)| rows).sum(), shapes[0].1);
+        let rank = self.config.rank(self.own_name(name)) as usize;
         self.expect_shape(a, &[rank, cols])?;
         self.expect_shape(b, &[rows, rank])?;
         let delta = self.same_dtype(a, b)?;
         let magnitude = self.magnitude(name, module, rows, delta)?;
-        let scaling = self.config.scaling(name)?;
+        let scaling = self.config.scaling(self.own_name(name))?;
         self.adapt_bias(name, module, a, scaling)?;
         let roundings = Vec::from_iter((delta != Dtype::F32).then_some(delta));
-        self.set_delta(
-            &parameter,
-            a,
-            DeltaSpec::LowRank(LowRankSpec { a, b, magnitude, rank, rows, cols, scaling, roundings, kind }),
-        )
+        let mut first_row = 0;
+        for (part, (rows, cols)) in parts.iter().zip(shapes) {
+            let roundings = roundings.clone();
+            let delta = LowRankSpec { a, b, magnitude, rank, first_row, rows, cols, scaling, roundings, kind };
+            self.set_delta(part, a, DeltaSpec::LowRank(delta))?;
+            first_row += rows;
+        }
+        Ok(())
     }
 
     /// The parameter that the adapter of a linear layer changes, and what the factors are to it.
@@ -185,7 +207,7 @@ impl Checker<'_> {
         match (module.get(&TensorRole::Magnitude), self.config.dora) {
             (None, false) => Ok(None),
             (None, true) => Err(Error::invalid(
-                format!("{PREFIX}{name}.lora_magnitude_vector"),
+                format!("{PREFIX}{}.lora_magnitude_vector", self.own_name(name)),
                 "is missing, but adapter_config.use_dora is true",
             )),
             (Some(&tensor), false) => {
@@ -205,7 +227,7 @@ impl Checker<'_> {
         match (module.get(&TensorRole::BiasOfB), self.config.lora_bias) {
             (None, false) => Ok(()),
             (None, true) => Err(Error::invalid(
-                format!("{PREFIX}{name}.lora_B.bias"),
+                format!("{PREFIX}{}.lora_B.bias", self.own_name(name)),
                 format!("is missing, but adapter_config.lora_bias is true and {} is there", self.name(a)),
             )),
             (Some(&tensor), false) => {
@@ -230,20 +252,17 @@ impl Checker<'_> {
         }
         let parameter = format!("{EMBEDDING}.weight");
         let (rows, cols) = self.matrix(&parameter, a)?;
-        let rank = self.config.rank(name) as usize;
+        let rank = self.config.rank(self.own_name(name)) as usize;
         self.expect_shape(a, &[rank, rows])?;
         self.expect_shape(b, &[cols, rank])?;
-        let scaling = self.config.scaling(name)?;
+        let scaling = self.config.scaling(self.own_name(name))?;
         // PEFT rounds the delta weight of an embedding to the base's dtype too before it adds it.
         let mut roundings = vec![self.same_dtype(a, b)?, self.parameters.dtype()];
         roundings.dedup();
         roundings.retain(|dtype| *dtype != Dtype::F32);
-        let (magnitude, kind) = (None, FactorKind::Embedding);
-        self.set_delta(
-            &parameter,
-            a,
-            DeltaSpec::LowRank(LowRankSpec { a, b, magnitude, rank, rows, cols, scaling, roundings, kind }),
-        )
+        let (magnitude, first_row, kind) = (None, 0, FactorKind::Embedding);
+        let delta = LowRankSpec { a, b, magnitude, rank, first_row, rows, cols, scaling, roundings, kind };
+        self.set_delta(&parameter, a, DeltaSpec::LowRank(delta))
     }
 
     fn set_delta(&mut self, parameter: &str, tensor: usize, delta: DeltaSpec) -> Result<()> {

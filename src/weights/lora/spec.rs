@@ -49,6 +49,8 @@ pub(super) struct LowRankSpec {
     /// The tensor of DoRA's magnitudes, and the dtypes `sum` and `factor` of [`Magnitude`].
     pub magnitude: Option<(usize, Dtype, Dtype)>,
     pub rank: usize,
+    /// The row of `b` that the parameter's rows begin with: not 0 for fused projections.
+    pub first_row: usize,
     pub rows: usize,
     pub cols: usize,
     pub scaling: f32,
@@ -119,14 +121,16 @@ impl ChangeSpec {
 
 impl LowRankSpec {
     fn build<'t>(self, values: &dyn Fn(usize) -> TensorData<'t>) -> LowRank {
-        let Self { rank, rows, cols, scaling, roundings, kind, .. } = self;
+        let Self { rank, first_row, rows, cols, scaling, roundings, kind, .. } = self;
         let (a, b) = (values(self.a).into_f32(), values(self.b).into_f32());
         let (a, b) = match kind {
             FactorKind::Embedding => (transpose(&b, rank), transpose(&a, rows)),
-            FactorKind::Linear | FactorKind::TiedHead => (a.into_owned(), b.into_owned()),
+            FactorKind::Linear | FactorKind::TiedHead => {
+                (a.into_owned(), b[first_row * rank..(first_row + rows) * rank].to_vec())
+            }
         };
         let magnitude = self.magnitude.map(|(tensor, sum, factor)| Magnitude {
-            lengths: values(tensor).into_f32().into_owned(),
+            lengths: values(tensor).into_f32()[first_row..first_row + rows].to_vec(),
             sum,
             factor,
         });

@@ -3,6 +3,7 @@
 mod manifest;
 mod patterns;
 mod peft;
+mod vision;
 
 use half::{bf16, f16};
 use rand::rngs::StdRng;

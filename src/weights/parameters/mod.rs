@@ -10,7 +10,9 @@ use std::collections::HashMap;
 
 use crate::error::Result;
 
-pub(in crate::weights) use names::{EMBEDDING, ParameterMapping, largest_tensor_bytes, nearest, resolve};
+pub(in crate::weights) use names::{
+    EMBEDDING, ParameterMapping, canonical, largest_tensor_bytes, nearest, resolve, stored_together,
+};
 pub use partition::Partition;
 pub use shard::{ParamSpec, ShardRule, Slice, head_range, matrix_shape, padded_share};
 pub use tensor::{Dtype, TensorData};
@@ -25,6 +27,7 @@ pub struct Parameters {
     dtype: Dtype,
     world: usize,
     tied_head: bool,
+    has_tower: bool,
 }
 
 impl Parameters {
@@ -32,7 +35,8 @@ impl Parameters {
     /// embedding: `lm_head.weight` is another name of `model.embed_tokens.weight`, and no parameter of its own.
     pub fn new(specs: Vec<ParamSpec>, dtype: Dtype, world: usize, tied_head: bool) -> Self {
         let index = specs.iter().enumerate().map(|(i, spec)| (spec.name.clone(), i)).collect();
-        Self { specs, index, dtype, world, tied_head }
+        let has_tower = specs.iter().any(|spec| spec.name.starts_with(names::TOWER));
+        Self { specs, index, dtype, world, tied_head, has_tower }
     }
 
     pub fn iter(&self) -> impl Iterator<Item = &ParamSpec> {
@@ -65,6 +69,11 @@ impl Parameters {
     /// Whether the head is the embedding.
     pub fn tied_head(&self) -> bool {
         self.tied_head
+    }
+
+    /// Whether some parameters are those of a vision tower.
+    pub fn has_tower(&self) -> bool {
+        self.has_tower
     }
 
     /// Bytes that a parameter takes in the serving dtype on all ranks together. Parts that several ranks hold count for

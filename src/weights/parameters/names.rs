@@ -1,5 +1,7 @@
 //! Names under which trainers send parameters: with wrappers, fused, or the tied head.
 
+use std::borrow::Cow;
+
 use super::Parameters;
 
 /// Names that FSDP, torch.compile, activation checkpointing and PEFT give to a module that they wrap, as segments of
@@ -8,11 +10,24 @@ const WRAPPERS: [&str; 4] = ["_fsdp_wrapped_module", "_orig_mod", "_checkpoint_w
 /// Fused projections: the name of the matrix that some trainers keep, and the projections in it, one below the other.
 const FUSED: [(&str, &[&str]); 2] =
     [("qkv_proj", &["q_proj", "k_proj", "v_proj"]), ("gate_up_proj", &["gate_proj", "up_proj"])];
+/// The beginning of the names of a vision tower's parameters.
+pub(super) const TOWER: &str = "visual.";
+/// The fused projections of a vision tower's attention, which all layouts store so.
+const TOWER_ATTENTION: (&str, [&str; 3]) = ("qkv", ["q_proj", "k_proj", "v_proj"]);
 /// Endings of the names of buffers that some trainers send with the parameters. The model needs none of them, because
 /// its configuration determines them.
 const BUFFERS: [&str; 1] = ["rotary_emb.inv_freq"];
 const HEAD: &str = "lm_head.weight";
 pub(in crate::weights) const EMBEDDING: &str = "model.embed_tokens.weight";
+
+/// Beginnings of the names of a model with a vision tower, in memory as trainers push them or as vLLM has them, and
+/// those of the parameters.
+const VISION_LAYOUTS: [(&str, &str); 4] = [
+    ("model.language_model.", "model."),
+    ("model.visual.", "visual."),
+    ("language_model.model.", "model."),
+    ("language_model.lm_head", "lm_head"),
+];
 
 /// The parameters of the model that one pushed tensor brings.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -42,7 +57,7 @@ impl ParameterMapping {
 
 /// The parameters that a tensor of this name brings; `None` if the model has none for it.
 pub(in crate::weights) fn resolve(name: &str, parameters: &Parameters) -> Option<ParameterMapping> {
-    let name = plain_name(name);
+    let name = canonical(&plain_name(name), parameters).into_owned();
     if BUFFERS.iter().any(|buffer| name.ends_with(buffer)) {
         return Some(ParameterMapping::default());
     }
@@ -52,6 +67,13 @@ pub(in crate::weights) fn resolve(name: &str, parameters: &Parameters) -> Option
         return Some(ParameterMapping { parts: vec![part], shape: Some(spec.shape.clone()), tied_head });
     }
     fused(&name, parameters)
+}
+
+/// The name of a module or parameter as checkpoints have it.
+pub(in crate::weights) fn canonical<'a>(name: &'a str, parameters: &Parameters) -> Cow<'a, str> {
+    let layouts = if parameters.has_tower() { &VISION_LAYOUTS[..] } else { &[] };
+    let found = layouts.iter().find_map(|(prefix, own)| Some((name.strip_prefix(prefix)?, own)));
+    found.map_or(Cow::Borrowed(name), |(rest, own)| Cow::Owned(format!("{own}{rest}")))
 }
 
 /// A parameter's name without the segments that wrappers add to it.
@@ -68,10 +90,15 @@ fn plain_name(name: &str) -> String {
 fn fused(name: &str, parameters: &Parameters) -> Option<ParameterMapping> {
     let (module, kind) = name.rsplit_once('.')?;
     let (block, fused) = module.rsplit_once('.')?;
-    let (_, projections) = FUSED.iter().find(|(name, _)| *name == fused)?;
+    let is_tower = parameters.has_tower() && name.starts_with(TOWER);
+    let (_, of_tower) = &TOWER_ATTENTION;
+    let projections = match fused {
+        "qkv" if is_tower => &of_tower[..],
+        _ => FUSED.iter().find(|(name, _)| *name == fused)?.1,
+    };
     let mut mapping = ParameterMapping::default();
     let mut rows = 0;
-    for projection in *projections {
+    for projection in projections {
         let spec = parameters.get(&format!("{block}.{projection}.{kind}"))?;
         let (&part_rows, rest) = spec.shape.split_first()?;
         mapping.parts.push(FusedPart { parameter: spec.name.clone(), first_row: rows });
@@ -81,11 +108,21 @@ fn fused(name: &str, parameters: &Parameters) -> Option<ParameterMapping> {
     Some(mapping)
 }
 
+/// The parameters, of equal size, that the checkpoint's tensor of this name has one below the other; `None` if it is
+/// one parameter.
+pub(in crate::weights) fn stored_together(name: &str) -> Option<Vec<String>> {
+    let (fused, projections) = TOWER_ATTENTION;
+    let (module, kind) = name.rsplit_once('.')?;
+    let block = module.strip_suffix(fused)?.strip_suffix('.')?;
+    name.starts_with(TOWER).then(|| projections.map(|projection| format!("{block}.{projection}.{kind}")).to_vec())
+}
+
 /// Bytes in float32 of the largest tensor that can be pushed, fused ones among them.
 pub(in crate::weights) fn largest_tensor_bytes(parameters: &Parameters) -> u64 {
     let elements = |shape: &[usize]| shape.iter().product::<usize>();
     let whole = |name: &str| {
-        let fused = FUSED.iter().filter_map(|(fused, projections)| {
+        let of_tower = (TOWER_ATTENTION.0, &TOWER_ATTENTION.1[..]);
+        let fused = FUSED.iter().copied().chain([of_tower]).filter_map(|(fused, projections)| {
             let name = name.replace(&format!(".{}.", projections[0]), &format!(".{fused}."));
             resolve(&name, parameters)?.shape
         });

@@ -2,7 +2,7 @@
 
 use rollout_kernels::reduction_leaves;
 
-use super::{ParamSpec, Slice, padded_share};
+use super::{ParamSpec, ShardRule, Slice, padded_share};
 use crate::error::Result;
 
 /// One rank among all. Layers hand it to the shard rules, and never look at the rank's number.
@@ -33,6 +33,16 @@ impl Partition {
     /// `Config` if the parameter cannot be divided among the ranks.
     pub fn slice(self, spec: &ParamSpec) -> Result<Slice> {
         spec.slice(self.rank, self.world)
+    }
+
+    /// How many rows of a parameter this rank has room for: those that it holds, and padding behind those of the last
+    /// rank where the rule pads.
+    ///
+    /// # Errors
+    /// As for [`Partition::slice`].
+    pub fn stored_rows(self, spec: &ParamSpec) -> Result<usize> {
+        let held = self.slice(spec)?.rows.len();
+        Ok(if spec.shard == ShardRule::PaddedRows { self.padded_share(spec.shape[0]) } else { held })
     }
 
     /// Whether no rank with a lower number holds the same part of a parameter.

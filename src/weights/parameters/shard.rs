@@ -14,8 +14,8 @@ pub enum ShardRule {
     Replicated,
     /// Dimension 0 is split evenly: gate and up projections and their biases.
     Rows,
-    /// Dimension 0 is split into parts of [`padded_share`] rows, of which the last may be shorter: embedding and head.
-    /// Its rank stores it and computes with it as if it were not.
+    /// Dimension 0 is split into parts of [`padded_share`] rows, of which the last may be shorter: embedding, head, and
+    /// the layers of a vision tower. Its rank stores it and computes with it as if it were not.
     PaddedRows,
     /// Dimension 0 is split by whole attention heads of `head_dim` rows. With fewer heads than ranks, as keys and
     /// values may have, rank `r` of `w` holds the one head `r * heads / w`, so that each head is on `w / heads`

@@ -204,3 +204,42 @@ fn buffers_are_ignored() {
     push[3].entry.shape = vec![1 << 20];
     refused(open(UpdateKind::Full, &push, &parameters), "tensors", &["rotary_emb.inv_freq", "leave it out"]);
 }
+
+fn vision_model() -> Parameters {
+    let names = ["model.embed_tokens.weight", "model.layers.0.self_attn.q_proj.weight", "lm_head.weight"];
+    let tower = ["q_proj", "k_proj", "v_proj"].map(|part| format!("visual.blocks.0.attn.{part}.weight"));
+    let specs = names.iter().map(|name| name.to_string()).chain(tower);
+    let specs = specs.map(|name| ParamSpec::new(name, vec![4, 4], ShardRule::Replicated)).collect();
+    Parameters::new(specs, Dtype::F32, 1, false)
+}
+
+#[test]
+fn a_vision_models_parameters_have_the_names_of_trainers_vllm_and_checkpoints() {
+    let parameters = vision_model();
+    let found = |name: &str| -> Vec<String> {
+        let mapping = resolve(name, &parameters).unwrap_or_else(|| panic!("{name} is unknown"));
+        mapping.parts.into_iter().map(|part| part.parameter).collect()
+    };
+    for (names, expected) in [
+        (
+            ["model.language_model.embed_tokens.weight", "language_model.model.embed_tokens.weight"],
+            "model.embed_tokens.weight",
+        ),
+        (["lm_head.weight", "language_model.lm_head.weight"], "lm_head.weight"),
+        (
+            ["model.language_model.layers.0.self_attn.q_proj.weight", "model.layers.0.self_attn.q_proj.weight"],
+            "model.layers.0.self_attn.q_proj.weight",
+        ),
+    ] {
+        names.iter().for_each(|name| assert_eq!(found(name), [expected], "{name}"));
+    }
+    for name in ["model.visual.blocks.0.attn.qkv.weight", "visual.blocks.0.attn.qkv.weight"] {
+        let mapping = resolve(name, &parameters).unwrap();
+        assert_eq!(mapping.shape, Some(vec![12, 4]));
+        let parts: Vec<_> =
+            mapping.parts.iter().map(|part| (part.parameter.rsplit('.').nth(1).unwrap(), part.first_row)).collect();
+        assert_eq!(parts, [("q_proj", 0), ("k_proj", 4), ("v_proj", 8)], "{name}");
+    }
+    // A model of text has no second names.
+    assert_eq!(resolve("model.language_model.embed_tokens.weight", &model(false)), None);
+}

@@ -1,0 +1,56 @@
+use super::*;
+
+const TOWER: &str = "visual.blocks.0.attn";
+const DECODER: &str = "layers.0.self_attn.q_proj";
+
+fn model() -> Parameters {
+    let tower = ["q_proj", "k_proj", "v_proj"].map(|part| format!("{TOWER}.{part}.weight"));
+    let decoder = format!("model.{DECODER}.weight");
+    let specs = tower.iter().map(|name| (name.as_str(), &[6, 5][..])).chain([(decoder.as_str(), &[4, 5][..])]);
+    parameters(&specs.collect::<Vec<_>>(), Dtype::F32, false)
+}
+
+/// A trainer adapts the fused attention of the tower, and names the decoder as it has it in memory.
+#[test]
+fn factors_of_fused_projections_are_those_of_each() {
+    let parameters = model();
+    let mut rng = rng(7);
+    // The rank of the tower's attention is found under the trainer's own name.
+    let config = r#"{"peft_type": "LORA", "r": 2, "lora_alpha": 3, "target_modules": ["qkv", "q_proj"],
+                     "rank_pattern": {"model.visual.blocks.0.attn.qkv": 3}}"#;
+    let fused = format!("model.{TOWER}.qkv");
+    let decoder = format!("model.language_model.{DECODER}");
+    let factor = |module: &str, part: &str| format!("{module}.lora_{part}.weight");
+    let names = [&fused, &decoder].map(|module| ["A", "B"].map(|part| factor(module, part)));
+    let push = Push::new(config).random(
+        &mut rng,
+        Dtype::F32,
+        &[(&names[0][0], &[3, 5]), (&names[0][1], &[18, 3]), (&names[1][0], &[2, 5]), (&names[1][1], &[4, 2])],
+    );
+    let adapter = push.build(&parameters);
+    let values = |index: usize| push.values[index].clone().into_f32().into_owned();
+    for (part, name) in ["q_proj", "k_proj", "v_proj"].iter().enumerate() {
+        let change = adapter.change(&format!("{TOWER}.{name}.weight")).unwrap();
+        let Some(rollout_kernels::LoraDelta::LowRank(factors)) = &change.delta else { panic!("{change:?}") };
+        assert_eq!((factors.rank, factors.cols), (3, 5));
+        assert_eq!(bits(&factors.a), bits(&values(0)));
+        assert_eq!(bits(&factors.b), bits(&values(1)[part * 18..(part + 1) * 18]), "{name}");
+    }
+    assert!(adapter.touches(&format!("model.{DECODER}.weight")));
+    let wrong = Push::new(config).random(&mut rng, Dtype::F32, &[(&names[0][0], &[3, 5]), (&names[0][1], &[6, 3])]);
+    let error = wrong.check(&parameters).unwrap_err().to_string();
+    assert!(error.contains("has shape [6, 3]; the model and adapter_config make it [18, 3]"), "{error}");
+}
+
+#[test]
+fn a_module_under_two_names_is_rejected() {
+    let names = ["model.language_model.", "model."]
+        .map(|prefix| ["A", "B"].map(|part| format!("{prefix}{DECODER}.lora_{part}.weight")));
+    let shapes: [&[usize]; 2] = [&[2, 5], &[4, 2]];
+    let tensors: Vec<(&str, &[usize])> =
+        names.iter().flat_map(|names| names.iter().map(String::as_str).zip(shapes)).collect();
+    let config = r#"{"peft_type": "LORA", "r": 2, "lora_alpha": 3, "target_modules": ["q_proj"]}"#;
+    let push = Push::new(config).random(&mut rng(8), Dtype::F32, &tensors);
+    let error = push.check(&model()).unwrap_err().to_string();
+    assert!(error.contains("is twice; the other is base_model.model.model.language_model.layers"), "{error}");
+}
