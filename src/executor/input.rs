@@ -8,7 +8,9 @@ use crate::types::{Distribution, LogitsTask, PlanSequence, StepPlan, TokenId, To
 #[derive(Default)]
 pub struct FlatBatch {
     tokens: Vec<u32>,
+    /// Of each row one position for each axis.
     positions: Vec<u32>,
+    axes: usize,
     slots: Vec<u32>,
     /// Generation of the resident adapter of each row, if it has one.
     pub adapters: Vec<Option<u64>>,
@@ -23,8 +25,10 @@ pub struct PlanView<'a> {
 }
 
 impl FlatBatch {
-    /// Replaces the rows by those of `plan`. `block_size` is the number of tokens in a KV block.
-    pub fn fill(&mut self, plan: &StepPlan, block_size: usize) {
+    /// Replaces the rows by those of `plan`. `block_size` is the number of tokens in a KV block, `axes` that of axes of
+    /// a rotary position: one, which is the token's index, or the three of M-RoPE.
+    pub fn fill(&mut self, plan: &StepPlan, block_size: usize, axes: usize) {
+        self.axes = axes;
         self.tokens.clear();
         self.positions.clear();
         self.slots.clear();
@@ -37,7 +41,10 @@ impl FlatBatch {
             assert!(sequence.block_table.len() * block_size >= end, "the block table ends before position {end}");
             self.tokens.extend_from_slice(&sequence.tokens);
             self.adapters.resize(self.tokens.len(), sequence.adapter);
-            self.positions.extend(sequence.positions());
+            match axes {
+                1 => self.positions.extend(sequence.start as u32..end as u32),
+                _ => self.positions.extend(sequence.positions().flatten()),
+            }
             for index in sequence.start..end {
                 let block = sequence.block_table[index / block_size] as usize;
                 self.slots.push((block * block_size + index % block_size) as u32);
@@ -67,7 +74,7 @@ impl FlatBatch {
         StepInput {
             tokens: &self.tokens,
             positions: &self.positions,
-            axes: 1,
+            axes: self.axes,
             slots: &self.slots,
             sequences: &view.sequences,
             logits: &self.logits,
@@ -77,7 +84,8 @@ impl FlatBatch {
 }
 
 impl<'a> PlanView<'a> {
-    pub fn new(plan: &'a StepPlan) -> Self {
+    /// `forbidden` are the tokens that no sample may have.
+    pub fn new(plan: &'a StepPlan, forbidden: &'a [TokenId]) -> Self {
         let mut first_row = 0;
         let sequence = |sequence: &'a PlanSequence| {
             let rows = sequence.tokens.len();
@@ -91,20 +99,21 @@ impl<'a> PlanView<'a> {
             }
         };
         let sequences = plan.sequences.iter().map(sequence).collect();
-        Self { sequences, tasks: plan.sequences.iter().flat_map(sampling_tasks).collect() }
+        Self { sequences, tasks: plan.sequences.iter().flat_map(|s| sampling_tasks(s, forbidden)).collect() }
     }
 }
 
 /// The tasks of a sequence as the device takes them.
-fn sampling_tasks(sequence: &PlanSequence) -> impl Iterator<Item = SamplingTask<'_>> {
-    sequence.logits.iter().flat_map(|row| {
+fn sampling_tasks<'a>(sequence: &'a PlanSequence, forbidden: &'a [TokenId]) -> impl Iterator<Item = SamplingTask<'a>> {
+    sequence.logits.iter().flat_map(move |row| {
         let named = sequence.prompt.row_after(sequence.start + row.offset);
-        row.tasks.iter().map(move |task| sampling_task(task, named))
+        row.tasks.iter().map(move |task| sampling_task(task, named, forbidden))
     })
 }
 
-/// A task of the plan as the device takes it. `named` are the tokens to list beside a scored one.
-fn sampling_task<'a>(task: &'a LogitsTask, named: &'a [TokenId]) -> SamplingTask<'a> {
+/// A task of the plan as the device takes it. `named` are the tokens to list beside a scored one, `forbidden` those
+/// that no sample may have.
+fn sampling_task<'a>(task: &'a LogitsTask, named: &'a [TokenId], forbidden: &'a [TokenId]) -> SamplingTask<'a> {
     let params = &*task.params;
     let (top_logprobs, logprobs_of, top_of) = match (task.target, &params.logprob_token_ids[..]) {
         (Some(_), _) => (params.top_logprobs, named, Distribution::Raw),
@@ -126,9 +135,9 @@ fn sampling_task<'a>(task: &'a LogitsTask, named: &'a [TokenId]) -> SamplingTask
         allowed: params.allowed_tokens.as_deref(),
         mask: task.mask.as_ref().map(TokenMask::words),
         banned: if may_stop {
-            [&[], &[], &task.bad]
+            [&[], &[], &task.bad, forbidden]
         } else {
-            [&params.eos_token_ids, &params.stop_token_ids, &task.bad]
+            [&params.eos_token_ids, &params.stop_token_ids, &task.bad, forbidden]
         },
         history: task.history.as_ref().map(|history| (&*history.prompt, &*history.output)),
         seed: task.seed,
@@ -150,11 +159,13 @@ mod tests {
         let logits = |offset| vec![LogitsRow { offset, tasks: Vec::new() }];
         let plan = StepPlan {
             copies: Vec::new(),
+            encode: None,
             sequences: vec![
                 PlanSequence {
                     start: 3,
                     tokens: vec![7, 8, 9],
                     prompt: Prompt::default(),
+                    embeddings: Vec::new(),
                     block_table: vec![5, 2],
                     adapter: None,
                     logits: logits(2),
@@ -163,6 +174,7 @@ mod tests {
                     start: 8,
                     tokens: vec![4],
                     prompt: Prompt::default(),
+                    embeddings: Vec::new(),
                     block_table: vec![1, 0, 6],
                     adapter: Some(6),
                     logits: logits(0),
@@ -171,9 +183,9 @@ mod tests {
         };
         let mut batch = FlatBatch::default();
         for _ in 0..2 {
-            batch.fill(&plan, 4);
+            batch.fill(&plan, 4, 1);
         }
-        let view = PlanView::new(&plan);
+        let view = PlanView::new(&plan, &[]);
         let input = batch.step(&view);
         assert_eq!(input.tokens, [7, 8, 9, 4]);
         assert_eq!(input.positions, [3, 4, 5, 8]);

@@ -12,8 +12,11 @@ use super::weights::RankWeights;
 use super::{MemoryKind, Released, WeightOrder};
 use crate::comm::Communicator;
 use crate::error::{Result, panic_message};
-use crate::model::{AdapterDeltas, Decoder, ForwardContext, LOGITS_ROWS, Workspace, WorkspaceShape};
-use crate::types::{LogitsRow, StepOutput, StepPlan};
+use crate::model::{
+    AdapterDeltas, Decoder, ForwardContext, LOGITS_ROWS, PlacedEmbeddings, TowerShape, TowerWorkspace, Workspace,
+    WorkspaceShape,
+};
+use crate::types::{LogitsRow, PictureEncode, StepOutput, StepPlan};
 use crate::weights::ShadowShard;
 
 /// One rank of the model: operators, weights, KV cache, workspace, and its end of the communicator.
@@ -26,6 +29,10 @@ pub struct ModelRunner {
     workspace_shape: WorkspaceShape,
     /// `None` while it is released.
     workspace: Option<Workspace>,
+    /// `None` for a model of text alone.
+    tower_shape: Option<TowerShape>,
+    /// `None` while it is released, and for a model of text alone.
+    tower: Option<TowerWorkspace>,
     block_size: usize,
     /// Whether the device may capture steps as CUDA graphs and replay them.
     uses_graphs: bool,
@@ -43,12 +50,13 @@ impl ModelRunner {
         join: impl FnOnce() -> Result<Box<dyn Communicator>>,
         weights: RankWeights,
         mut kv: Vec<KvCache>,
-        workspace_shape: WorkspaceShape,
+        (workspace_shape, tower_shape): (WorkspaceShape, Option<TowerShape>),
         block_size: usize,
         uses_graphs: bool,
     ) -> Result<Self> {
         kv.iter_mut().try_for_each(KvCache::restore)?;
         let workspace = Some(Workspace::new(&workspace_shape)?);
+        let tower = tower_shape.as_ref().map(TowerWorkspace::new).transpose()?;
         let comm = join()?;
         comm.restore()?;
         Ok(Self {
@@ -59,6 +67,8 @@ impl ModelRunner {
             kv,
             workspace,
             workspace_shape,
+            tower_shape,
+            tower,
             block_size,
             uses_graphs,
             batch: FlatBatch::default(),
@@ -77,9 +87,18 @@ impl ModelRunner {
         for cache in &mut self.kv {
             self.ops.copy_blocks(cache, &plan.copies)?;
         }
+        if let Some(encode) = &plan.encode {
+            self.encode(encode)?;
+        }
+        if plan.sequences.is_empty() {
+            return Ok(StepOutput::default());
+        }
         let prepare = trace_span!("prepare").entered();
-        self.batch.fill(plan, self.block_size);
-        let view = PlanView::new(plan);
+        let config = &self.workspace_shape.config;
+        self.batch.fill(plan, self.block_size, config.rotary_axes());
+        let forbidden = config.vision.as_ref().map_or(&[][..], |vision| &vision.forbidden_tokens);
+        let view = PlanView::new(plan, forbidden);
+        let embeddings = self.placed_embeddings(plan)?;
         let step = match self.padding(plan) {
             Some(padding) => self.ops.prepare_padded(self.batch.step(&view), padding)?,
             None => self.ops.prepare(self.batch.step(&view))?,
@@ -92,11 +111,12 @@ impl ModelRunner {
             step: &step,
             adapters: adapters.as_ref().map(|a| a as &dyn AdapterDeltas),
             workspace: self.workspace.as_ref().expect("a step has its workspace"),
+            embeddings: &embeddings,
         };
         // A graph computes the logits of all rows, padding included.
         let is_in_graph = self.ops.samples_in_graph(&step);
         let head_adapters = if is_in_graph { &row_adapters } else { &self.batch.logits_adapters() };
-        let decoder = self.weights.decoder();
+        let decoder = &self.weights.model().decoder;
         let head = Head { decoder, context, resident: &self.adapters, adapters: head_adapters };
         drop(prepare);
 
@@ -124,10 +144,41 @@ impl ModelRunner {
         Ok(output)
     }
 
+    /// Runs blocks of the vision tower over a picture.
+    ///
+    /// # Panics
+    /// If the model has no tower, or its memory is released.
+    fn encode(&mut self, encode: &PictureEncode) -> Result<()> {
+        let _span = trace_span!("encode", blocks = encode.blocks.len()).entered();
+        let tower = self.weights.model().tower.as_ref().expect("a model that takes images has a tower");
+        let workspace = self.tower.as_mut().expect("an encode has its workspace");
+        tower.encode(&self.ops, &*self.comm, workspace, encode)
+    }
+
+    /// The embeddings of a plan's images, and the rows of its batch that they belong to.
+    fn placed_embeddings(&self, plan: &StepPlan) -> Result<Vec<PlacedEmbeddings>> {
+        let mut placed = Vec::new();
+        let mut first_row = 0;
+        for sequence in &plan.sequences {
+            for images in &sequence.embeddings {
+                let buffer = self.tower.as_ref().expect("embeddings have their buffer").embeddings();
+                let first = (first_row + images.offset) as u32;
+                placed.push(PlacedEmbeddings {
+                    embeddings: buffer.narrow(0, images.rows.start, images.rows.len())?,
+                    rows: (first..first + images.rows.len() as u32).collect(),
+                });
+            }
+            first_row += sequence.tokens.len();
+        }
+        Ok(placed)
+    }
+
     /// How a step may be padded for a CUDA graph, or `None` if it cannot be one: in a graph every sequence has one row,
-    /// and all rows have the same adapter or none, which is the graph's variant. The same on all ranks.
+    /// no row is an image's, and all rows have the same adapter or none, which is the graph's variant. The same on all
+    /// ranks.
     fn padding(&self, plan: &StepPlan) -> Option<Padding> {
-        let has_one_row_each = !plan.is_empty() && plan.sequences.iter().all(|s| s.tokens.len() == 1);
+        let has_one_row_each =
+            !plan.is_empty() && plan.sequences.iter().all(|s| s.tokens.len() == 1 && s.embeddings.is_empty());
         let has_one_adapter = self.batch.adapters.windows(2).all(|rows| rows[0] == rows[1]);
         let WorkspaceShape { config, max_batch_tokens, .. } = &self.workspace_shape;
         (self.uses_graphs && has_one_row_each && has_one_adapter).then(|| Padding {
@@ -140,7 +191,7 @@ impl ModelRunner {
     /// See [`RankWeights::check`] and [`ResidentAdapters::check`].
     pub fn check(&mut self, order: &WeightOrder) -> Result<()> {
         match order {
-            WeightOrder::AddAdapter { adapter, .. } => ResidentAdapters::check(self.weights.shapes(), adapter),
+            WeightOrder::AddAdapter { adapter, .. } => ResidentAdapters::check(&self.weights.shapes().decoder, adapter),
             _ => self.weights.check(&self.ops, &*self.comm, order),
         }
     }
@@ -155,7 +206,7 @@ impl ModelRunner {
         self.ops.drop_graphs();
         match order {
             WeightOrder::AddAdapter { generation, adapter } => {
-                self.adapters.add(self.weights.shapes(), *generation, adapter)
+                self.adapters.add(&self.weights.shapes().decoder, *generation, adapter)
             }
             WeightOrder::RemoveAdapter { generation } => {
                 self.adapters.remove(*generation);
@@ -178,6 +229,7 @@ impl ModelRunner {
             MemoryKind::KvCache => self.kv.iter_mut().for_each(KvCache::release),
             MemoryKind::Workspace => {
                 self.workspace = None;
+                self.tower = None;
                 self.batch = FlatBatch::default();
                 self.adapters.release_buffers();
                 self.ops.release();
@@ -204,8 +256,9 @@ impl ModelRunner {
             MemoryKind::KvCache => self.kv.iter_mut().try_for_each(KvCache::restore)?,
             MemoryKind::Workspace => {
                 self.workspace = Some(Workspace::new(&self.workspace_shape)?);
+                self.tower = self.tower_shape.as_ref().map(TowerWorkspace::new).transpose()?;
                 self.comm.restore()?;
-                self.adapters.restore_buffers(self.weights.shapes())?;
+                self.adapters.restore_buffers(&self.weights.shapes().decoder)?;
             }
             MemoryKind::Weights | MemoryKind::WeightsAndBase => self.weights.restore()?,
         }

@@ -1,12 +1,12 @@
 //! The attention block of one layer: from the normalised hidden state to its term of the residual stream.
 
-use candle_core::Tensor;
-use rollout_kernels::{AttentionShape, Device, DeviceBuffer, KvCache};
+use rollout_kernels::{AttentionShape, DeviceBuffer, KvCache};
 
 use super::config::ModelConfig;
 use super::context::ForwardContext;
 use super::layers::{Build, HeadDims, Linear, Norm, Projection};
 use super::parameterized::Parameterized;
+use super::rope::RopeTables;
 use crate::error::Result;
 use crate::weights::ShardRule;
 
@@ -43,7 +43,7 @@ impl Attention {
         let output = Projection { name: name("o_proj"), rows: hidden, rule: ShardRule::Columns, bias: config.o_bias };
         Ok(Self {
             dims: HeadDims::local(config, build),
-            qkv: Linear::by_rows(build, qkv, hidden)?,
+            qkv: Linear::by_rows(build, qkv, &[hidden])?,
             q_norm: head_norm("q_norm")?,
             k_norm: head_norm("k_norm")?,
             output: Linear::by_columns(build, output, heads * head_dim)?,
@@ -80,7 +80,7 @@ impl Attention {
             k_norm.forward_heads(ops, &k)?;
         }
         for x in [&q, &k] {
-            rope.rotate(context, x, head_dim)?;
+            rope.rotate(ops, step, x, head_dim)?;
         }
         ops.write_kv(&k, &v, step, kv)?;
         let scale = (head_dim as f32).sqrt().recip();
@@ -99,26 +99,5 @@ impl Parameterized for Attention {
         let norms = [&mut self.q_norm, &mut self.k_norm].into_iter().flatten();
         let norms = norms.map(|norm| norm as &mut dyn Parameterized);
         [&mut self.qkv as &mut dyn Parameterized].into_iter().chain(norms).chain([&mut self.output as _]).collect()
-    }
-}
-
-/// Cosines and sines of the rotary angles, `[positions, head_dim / 2]` each. An angle is position times frequency in
-/// float32, as transformers computes it.
-pub(super) struct RopeTables {
-    cos: DeviceBuffer,
-    sin: DeviceBuffer,
-}
-
-impl RopeTables {
-    /// Tables of the positions below `positions`, on `device`.
-    pub fn new(device: &Device, inv_freq: &[f32], positions: usize) -> Result<Self> {
-        let angles: Vec<f32> = (0..positions).flat_map(|p| inv_freq.iter().map(move |f| p as f32 * f)).collect();
-        let table = |function: fn(f32) -> f32| device.upload(&angles.iter().copied().map(function).collect::<Vec<_>>());
-        Ok(Self { cos: table(f32::cos)?, sin: table(f32::sin)? })
-    }
-
-    /// Rotates each head of `x` (`[rows, heads * head_dim]`) in place by its row's position.
-    fn rotate(&self, context: &ForwardContext<'_>, x: &Tensor, head_dim: usize) -> Result<()> {
-        Ok(context.ops.rope(x, head_dim, context.step, &self.cos, &self.sin, &[])?)
     }
 }

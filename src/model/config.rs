@@ -1,17 +1,23 @@
 //! A model's configuration, parsed once from `config.json` and valid from then on.
 
 mod rope;
+mod vision;
+
+use std::borrow::Cow;
 
 use serde::Deserialize;
 
 use crate::config::MAX_RANKS;
 use crate::error::{Error, Result};
+use crate::pixels::{Preprocessor, Sizing};
 use crate::types::TokenId;
 use crate::weights::{Dtype, ModelFiles, head_range, padded_share};
 
 pub use rope::{RopeConfig, RopeScaling};
+pub use vision::VisionConfig;
 
-/// Everything by which Llama 3.x, Qwen2/2.5, Qwen3 and Mistral differ, as flags and sizes of one decoder.
+/// Everything by which Llama 3.x, Qwen2/2.5, Qwen3 and Mistral differ, as flags and sizes of one decoder; and the
+/// vision tower of Qwen2.5-VL, whose decoder is that of Qwen2.
 #[derive(Clone, Debug, PartialEq)]
 pub struct ModelConfig {
     pub architecture: Architecture,
@@ -44,6 +50,8 @@ pub struct ModelConfig {
     pub bos_token_id: Option<TokenId>,
     /// Element type the configuration names; `None` if it names none (GGUF).
     pub dtype: Option<Dtype>,
+    /// The vision tower; `None` for a model of text alone.
+    pub vision: Option<VisionConfig>,
 }
 
 /// Supported decoders.
@@ -53,14 +61,20 @@ pub enum Architecture {
     Qwen2,
     Qwen3,
     Mistral,
+    Qwen25Vl,
 }
 
-const ARCHITECTURES: [(&str, Architecture); 4] = [
+const ARCHITECTURES: [(&str, Architecture); 5] = [
     ("LlamaForCausalLM", Architecture::Llama),
     ("Qwen2ForCausalLM", Architecture::Qwen2),
     ("Qwen3ForCausalLM", Architecture::Qwen3),
     ("MistralForCausalLM", Architecture::Mistral),
+    ("Qwen2_5_VLForConditionalGeneration", Architecture::Qwen25Vl),
 ];
+
+/// Fields of the whole model that a nested configuration of the decoder may lack.
+const OF_WHOLE_MODEL: [&str; 6] =
+    ["architectures", "bos_token_id", "dtype", "eos_token_id", "quantization_config", "torch_dtype"];
 
 /// Settings of related architectures that change the result. Where one is set, serving without it would be wrong.
 const UNSUPPORTED: [&str; 9] = [
@@ -79,16 +93,22 @@ impl ModelConfig {
     /// # Errors
     /// See [`ModelConfig::parse`].
     pub fn from_files(files: &ModelFiles) -> Result<Self> {
-        Self::parse(&files.config, files.generation_config.as_ref())
+        Self::parse(&files.config, files.generation_config.as_ref(), files.preprocessor_config.as_ref())
     }
 
-    /// From `config.json` (as transformers 4 or 5 writes it) and `generation_config.json`, whose end-of-sequence tokens
-    /// take precedence, as in transformers' `generate`.
+    /// From `config.json` (as transformers 4 or 5 writes it), `generation_config.json`, whose end-of-sequence tokens
+    /// take precedence, as in transformers' `generate`, and `preprocessor_config.json`, which a vision tower needs.
     ///
     /// # Errors
     /// `Config`: an unsupported architecture or setting by name, a field that is missing or out of range.
-    pub fn parse(config: &serde_json::Value, generation_config: Option<&serde_json::Value>) -> Result<Self> {
+    pub fn parse(
+        config: &serde_json::Value,
+        generation_config: Option<&serde_json::Value>,
+        preprocessor_config: Option<&serde_json::Value>,
+    ) -> Result<Self> {
         let (name, architecture) = architecture(config)?;
+        let whole = config;
+        let config = &*text_config(whole);
         let raw: RawConfig = serde_json::from_value(config.clone()).map_err(|e| bad(format!("config.json: {e}")))?;
         refuse_unsupported(config, &raw, name)?;
         let generation: TokenIds = match generation_config {
@@ -116,7 +136,7 @@ impl ModelConfig {
             max_position_embeddings: raw.max_position_embeddings,
             tie_word_embeddings: raw.tie_word_embeddings.unwrap_or(false),
             qkv_bias: match architecture {
-                Architecture::Qwen2 => true,
+                Architecture::Qwen2 | Architecture::Qwen25Vl => true,
                 Architecture::Llama | Architecture::Qwen3 => attention_bias,
                 Architecture::Mistral => false,
             },
@@ -127,6 +147,13 @@ impl ModelConfig {
             eos_token_ids: generation.eos_token_id.or(raw.tokens.eos_token_id).map_or_else(Vec::new, OneOrMany::sorted),
             bos_token_id: generation.bos_token_id.or(raw.tokens.bos_token_id),
             dtype: dtype(raw.dtype.or(raw.torch_dtype).as_deref())?,
+            vision: match architecture {
+                Architecture::Qwen25Vl => {
+                    let preprocessor = preprocessor(preprocessor_config)?;
+                    Some(VisionConfig::parse(whole, preprocessor, raw.hidden_size, raw.vocab_size)?)
+                }
+                _ => None,
+            },
         };
         this.check_shapes()?;
         Ok(this)
@@ -136,6 +163,11 @@ impl ModelConfig {
     pub fn architecture_name(&self) -> &'static str {
         let found = ARCHITECTURES.iter().find(|(_, architecture)| *architecture == self.architecture);
         found.expect("every architecture is in the list").0
+    }
+
+    /// Axes of a rotary position: one, or time, row and column for M-RoPE.
+    pub fn rotary_axes(&self) -> usize {
+        if self.rope.sections.is_empty() { 1 } else { self.rope.sections.len() }
     }
 
     /// Numbers of tensor-parallel ranks that divide this model and may be asked for, ascending.
@@ -153,7 +185,9 @@ impl ModelConfig {
 
     fn tensor_parallel_obstacle(&self, world: usize) -> Option<String> {
         let even = [("attention heads", self.num_heads), ("intermediate features", self.intermediate_size)];
-        if let Some((what, n)) = even.into_iter().find(|(_, n)| world == 0 || !n.is_multiple_of(world)) {
+        let of_tower = self.vision.as_ref().map(|vision| ("attention heads of the vision tower", vision.num_heads));
+        if let Some((what, n)) = even.into_iter().chain(of_tower).find(|(_, n)| world == 0 || !n.is_multiple_of(world))
+        {
             return Some(format!("{n} {what}: it must divide them"));
         }
         let vocabulary = self.vocab_size;
@@ -183,6 +217,15 @@ impl ModelConfig {
         }
         if matches!(&self.rope.scaling, RopeScaling::Divisors(d) if d.len() != self.head_dim / 2) {
             return Err(bad(format!("rope_freqs has not one divisor per pair of head_dim {}", self.head_dim)));
+        }
+        let sections = &self.rope.sections;
+        let is_mrope = sections.len() == 3 && sections.iter().sum::<usize>() == self.head_dim / 2;
+        if !is_mrope && (self.vision.is_some() || !sections.is_empty()) {
+            return Err(bad(format!(
+                "config.json: mrope_section is {sections:?}; it must be three numbers that add up to half of head_dim, \
+                 {}",
+                self.head_dim / 2
+            )));
         }
         if !self.num_heads.is_multiple_of(self.num_kv_heads) {
             let (q, kv) = (self.num_heads, self.num_kv_heads);
@@ -265,6 +308,36 @@ fn architecture(config: &serde_json::Value) -> Result<(&str, Architecture)> {
     }
 }
 
+/// The decoder's configuration: `text_config` where there is one, as transformers 5 writes it, with fields of the whole
+/// model; else the whole.
+fn text_config(config: &serde_json::Value) -> Cow<'_, serde_json::Value> {
+    let nested = &config["text_config"];
+    if !nested.is_object() {
+        return Cow::Borrowed(config);
+    }
+    let mut text = nested.clone();
+    for key in OF_WHOLE_MODEL {
+        if text[key].is_null() && !config[key].is_null() {
+            text[key] = config[key].clone();
+        }
+    }
+    let is_tied = |config: &serde_json::Value| config["tie_word_embeddings"] == true;
+    text["tie_word_embeddings"] = (is_tied(config) || is_tied(nested)).into();
+    Cow::Owned(text)
+}
+
+/// The preprocessor of a vision tower.
+fn preprocessor(config: Option<&serde_json::Value>) -> Result<Preprocessor> {
+    let missing = || bad("the model has a vision tower, but no preprocessor_config.json; download it again".into());
+    let preprocessor = Preprocessor::parse("preprocessor_config.json", config.ok_or_else(missing)?)?;
+    match preprocessor.sizing {
+        Sizing::Area { .. } => Ok(preprocessor),
+        Sizing::Tiles { .. } => {
+            Err(bad("preprocessor_config.json: a preprocessor that makes tiles is not supported for this model".into()))
+        }
+    }
+}
+
 fn refuse_unsupported(config: &serde_json::Value, raw: &RawConfig, name: &str) -> Result<()> {
     if let Some(act) = raw.hidden_act.as_deref().filter(|act| *act != "silu") {
         return Err(bad(format!("config.json: hidden_act is {act}; {name} is supported with silu only")));
@@ -301,8 +374,10 @@ fn sliding_windows(
     let window = match architecture {
         Architecture::Mistral if config.get("sliding_window").is_none() => Some(4096),
         Architecture::Mistral => raw.sliding_window,
-        Architecture::Qwen2 | Architecture::Qwen3 if raw.use_sliding_window == Some(true) => raw.sliding_window,
-        Architecture::Qwen2 | Architecture::Qwen3 | Architecture::Llama => None,
+        Architecture::Llama => None,
+        Architecture::Qwen2 | Architecture::Qwen3 | Architecture::Qwen25Vl => {
+            raw.sliding_window.filter(|_| raw.use_sliding_window == Some(true))
+        }
     };
     if architecture == Architecture::Mistral || window.is_none() {
         return Ok(vec![window; layers]);

@@ -1,17 +1,17 @@
 //! The decoder: one implementation for Llama, Qwen2, Qwen3 and Mistral, which differ by configuration only.
 
-use std::collections::HashMap;
 use std::ops::Range;
 
 use candle_core::Tensor;
 use rollout_kernels::KvCache;
 
-use super::attention::{Attention, RopeTables};
+use super::attention::Attention;
 use super::config::ModelConfig;
 use super::context::ForwardContext;
 use super::layers::{Build, Norm, VocabularyMatrix};
 use super::mlp::Mlp;
-use super::parameterized::{Parameterized, Visitor};
+use super::parameterized::Parameterized;
+use super::rope::RopeTables;
 use crate::error::Result;
 
 struct Layer {
@@ -29,8 +29,6 @@ pub struct Decoder {
     /// `None` where the head is tied to the embedding.
     head: Option<VocabularyMatrix>,
     rope: RopeTables,
-    /// For each parameter's name, the index in [`Parameterized::parts`] of the part that has it.
-    part_of: HashMap<String, usize>,
 }
 
 impl Decoder {
@@ -43,23 +41,14 @@ impl Decoder {
             true => None,
             false => Some(VocabularyMatrix::new(build, true, "lm_head.weight", vocab, hidden)?),
         };
-        let mut decoder = Self {
+        let (rope, inv_freq) = (&config.rope, config.rope.inv_freq(config.head_dim));
+        Ok(Self {
             embedding: VocabularyMatrix::new(build, false, "model.embed_tokens.weight", vocab, hidden)?,
             layers,
             norm: Norm::new(build, "model.norm.weight".into(), hidden, config.rms_norm_eps as f32)?,
             head,
-            rope: RopeTables::new(&build.device, &config.rope.inv_freq(config.head_dim), max_model_len)?,
-            part_of: HashMap::new(),
-        };
-        let mut part_of = HashMap::new();
-        for (i, part) in decoder.parts_mut().into_iter().enumerate() {
-            part.visit(&mut |spec, _| {
-                part_of.insert(spec.name.clone(), i);
-                Ok(())
-            })?;
-        }
-        decoder.part_of = part_of;
-        Ok(decoder)
+            rope: RopeTables::new(&build.device, &inv_freq, rope.axis_of(), max_model_len)?,
+        })
     }
 
     /// Runs all layers over a batch and writes its KV. Leaves the final hidden state, normalised for
@@ -71,6 +60,7 @@ impl Decoder {
         let w = &workspace.step;
         self.embedding.embed(ops, step, &w.hidden)?;
         comm.all_reduce_sum(&w.hidden)?;
+        context.put_embeddings(&w.hidden)?;
         self.layers[0].attention_norm.forward(ops, &w.hidden, &w.normed)?;
         for (i, (layer, kv)) in self.layers.iter().zip(kv).enumerate() {
             layer.attention.forward(context, &self.rope, kv)?;
@@ -94,13 +84,6 @@ impl Decoder {
         context.add_adapters(head.name(), &w.selected, &w.local_logits)?;
         comm.all_gather_columns(&w.local_logits, w.logits())?;
         Ok(w.logits().clone())
-    }
-
-    /// Shows `visitor` the parameters of one part of the model: the part that has the parameter `name`. Shows nothing
-    /// if the model has no such parameter.
-    pub fn visit_near(&mut self, name: &str, visitor: &mut Visitor<'_>) -> Result<()> {
-        let Some(&part) = self.part_of.get(name) else { return Ok(()) };
-        self.parts_mut().swap_remove(part).visit(visitor)
     }
 }
 

@@ -62,21 +62,22 @@ pub struct Projection {
 
 impl Linear {
     /// Column-parallel projections: each rank computes some of the outputs (or all, where they are replicated), so that
-    /// no communication follows.
-    pub fn by_rows(build: &Build, projections: Vec<Projection>, columns: usize) -> Result<Self> {
+    /// no communication follows. `columns` are the dimensions of the input features: one, or those of a convolution
+    /// whose patches do not overlap.
+    pub fn by_rows(build: &Build, projections: Vec<Projection>, columns: &[usize]) -> Result<Self> {
         let mut parts = Vec::new();
         let mut rows = 0;
         for p in projections {
-            let weight = ParamSpec::new(format!("{}.weight", p.name), vec![p.rows, columns], p.rule);
+            let weight = ParamSpec::new(format!("{}.weight", p.name), [&[p.rows], columns].concat(), p.rule);
             let bias = p.bias.then(|| ParamSpec::new(format!("{}.bias", p.name), vec![p.rows], p.rule));
-            let local = build.partition.slice(&weight)?.rows.len();
+            let stored = build.partition.stored_rows(&weight)?;
             parts.push((weight, bias, rows));
-            rows += local;
+            rows += stored;
         }
         let has_bias = parts.iter().any(|p| p.1.is_some());
         let bias = if has_bias { Some(build.device.buffer(rows)?) } else { None };
         // One leaf, because the reduction over the input features is never split over ranks.
-        Ok(Self { weight: build.matrix(rows, columns, 1), bias, parts })
+        Ok(Self { weight: build.matrix(rows, columns.iter().product(), 1), bias, parts })
     }
 
     /// A row-parallel projection: each rank has some of the input features, and its outputs are partial sums that an

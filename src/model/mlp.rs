@@ -29,7 +29,7 @@ impl Mlp {
         let gate_up = vec![by_rows("gate_proj"), by_rows("up_proj")];
         let down = projection("down_proj", hidden, ShardRule::Columns);
         Ok(Self {
-            gate_up: Linear::by_rows(build, gate_up, hidden)?,
+            gate_up: Linear::by_rows(build, gate_up, &[hidden])?,
             down: Linear::by_columns(build, down, intermediate)?,
         })
     }

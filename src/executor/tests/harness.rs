@@ -12,7 +12,7 @@ use xxhash_rust::xxh3::xxh3_128;
 use crate::comm::{Communicator, LocalGroup, SingleRank};
 use crate::executor::{Executor, ModelRunner, RankWeights, Ranks};
 use crate::model::config::ModelConfig;
-use crate::model::{Build, Decoder, ParamSlot, Parameterized, WorkspaceShape, kv_caches};
+use crate::model::{Build, Model, ModelLimits, ParamSlot, Parameterized, TowerShape, WorkspaceShape, kv_caches};
 use crate::types::{
     GroupKey, LogitsRow, LogitsTask, PlanSequence, Prompt, RequestKey, SampleKey, SamplingParams, StepPlan,
 };
@@ -23,10 +23,11 @@ use crate::weights::{
 };
 
 pub const DTYPES: [StorageDtype; 2] = [StorageDtype::F32, StorageDtype::Bf16];
-pub const MODELS: [&str; 6] = ["llama", "llama-tied", "qwen2", "qwen3", "mistral", "llama-tied.gguf"];
+pub const MODELS: [&str; 7] = ["llama", "llama-tied", "qwen2", "qwen3", "mistral", "llama-tied.gguf", "qwen2_5_vl"];
 pub const BLOCK_SIZE: usize = 16;
 const BLOCKS: usize = 32;
 const MAX_TOKENS: usize = 128;
+const LIMITS: ModelLimits = ModelLimits { max_model_len: MAX_TOKENS, max_image_tokens: 64 };
 
 pub fn fixture(name: &str) -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures").join(name)
@@ -69,7 +70,7 @@ impl Setup {
             specs.push(spec.clone());
             Ok(())
         };
-        Decoder::new(&config, &build, MAX_TOKENS).unwrap().visit(visitor).unwrap();
+        Model::new(&config, &build, LIMITS).unwrap().visit(visitor).unwrap();
         let dtype = Dtype::from(weights);
         let parameters = Arc::new(Parameters::new(specs, dtype, world, config.tie_word_embeddings));
         println!("{} {weights:?} on {world} ranks", model.display());
@@ -96,12 +97,20 @@ impl Setup {
             let (config, checkpoint) = (self.config.clone(), self.checkpoint.clone());
             let build = self.build(rank);
             move || {
-                let (ops, decoder) = (build.device.ops(), Decoder::new(&config, &build, MAX_TOKENS)?);
-                let weights = RankWeights::load(&ops, decoder, build.clone(), checkpoint, &|_| ())?;
+                let (ops, model) = (build.device.ops(), Model::new(&config, &build, LIMITS)?);
+                let weights = RankWeights::load(&ops, model, build.clone(), checkpoint, &|_| ())?;
                 let dtype = build.weights;
                 let kv = kv_caches(&config, &build, dtype, blocks, BLOCK_SIZE);
+                let max_image_tokens = LIMITS.max_image_tokens;
+                let tower = |config| TowerShape {
+                    config,
+                    build: build.clone(),
+                    max_image_tokens,
+                    embedding_rows: 2 * max_image_tokens,
+                };
+                let tower = config.vision.clone().map(tower);
                 let workspace = WorkspaceShape { config, build, max_batch_tokens: MAX_TOKENS };
-                ModelRunner::new(ops, || Ok(comm), weights, kv, workspace, BLOCK_SIZE, true)
+                ModelRunner::new(ops, || Ok(comm), weights, kv, (workspace, tower), BLOCK_SIZE, true)
             }
         });
         Ranks::start(self.devices.clone(), makers).unwrap()
@@ -109,9 +118,13 @@ impl Setup {
 
     /// The weights of the only rank.
     pub fn weights(&self) -> RankWeights {
-        let build = self.build(0);
-        let decoder = Decoder::new(&self.config, &build, MAX_TOKENS).unwrap();
-        RankWeights::load(&build.device.ops(), decoder, build.clone(), self.checkpoint.clone(), &|_| ()).unwrap()
+        self.weights_of(&self.build(0))
+    }
+
+    /// The weights of the rank with this build.
+    pub fn weights_of(&self, build: &Build) -> RankWeights {
+        let model = Model::new(&self.config, build, LIMITS).unwrap();
+        RankWeights::load(&build.device.ops(), model, build.clone(), self.checkpoint.clone(), &|_| ()).unwrap()
     }
 
     /// Every parameter as it serves.
@@ -337,6 +350,7 @@ pub fn sequence(number: usize, tokens: &[u32], adapter: Option<u64>) -> PlanSequ
         start: 0,
         tokens: tokens.to_vec(),
         prompt: Prompt::from_tokens(tokens),
+        embeddings: Vec::new(),
         block_table: (0..blocks).map(|b| (number * 4 + b) as u32).collect(),
         adapter,
         logits: (0..tokens.len()).map(|offset| LogitsRow { offset, tasks: vec![task(offset)] }).collect(),
@@ -345,7 +359,7 @@ pub fn sequence(number: usize, tokens: &[u32], adapter: Option<u64>) -> PlanSequ
 
 /// Log-probabilities of every row of the sequences.
 pub fn logprobs(ranks: &mut Ranks, sequences: Vec<PlanSequence>) -> Vec<f32> {
-    ranks.launch(Arc::new(StepPlan { copies: Vec::new(), sequences })).unwrap();
+    ranks.launch(Arc::new(StepPlan { sequences, ..StepPlan::default() })).unwrap();
     let tokens = ranks.collect().unwrap().tokens;
     tokens.iter().flat_map(|t| t.top.iter().map(|top| top.1).chain([t.raw])).collect()
 }

@@ -3,6 +3,7 @@ mod devices;
 pub mod harness;
 mod pushes;
 mod sleep;
+mod tower;
 
 use std::sync::Arc;
 
@@ -26,7 +27,7 @@ fn three_requests(bad: bool) -> StepPlan {
         }
         sequence
     });
-    StepPlan { copies: Vec::new(), sequences: sequences.collect() }
+    StepPlan { sequences: sequences.collect(), ..StepPlan::default() }
 }
 
 #[test]

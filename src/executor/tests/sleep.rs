@@ -67,7 +67,9 @@ fn a_released_cache_is_back_with_the_system() {
     let setup = Setup::open(&fixture("llama"), DTYPES[0], 2);
     let mut ranks = setup.ranks_with(BLOCKS as usize);
     let copies = (1..BLOCKS).map(|dst| BlockCopy { src: 0, dst, tokens: BLOCK_SIZE }).collect();
-    ranks.launch(Arc::new(StepPlan { copies, sequences: vec![sequence(0, &[1], None)] })).unwrap();
+    ranks
+        .launch(Arc::new(StepPlan { copies, sequences: vec![sequence(0, &[1], None)], ..StepPlan::default() }))
+        .unwrap();
     ranks.collect().unwrap();
     let filled = resident_bytes();
     ranks.release(MemoryKind::KvCache, u64::MAX).unwrap();
@@ -110,7 +112,7 @@ fn a_matrix_of_which_a_part_was_changed_stays_whole_and_is_counted() {
 #[should_panic(expected = "a step without weights")]
 fn nothing_is_computed_with_weights_that_are_gone() {
     let mut weights = Setup::open(&fixture("llama"), DTYPES[0], 1).weights();
-    weights.decoder();
+    weights.model();
     weights.release(true, u64::MAX).unwrap();
-    weights.decoder();
+    weights.model();
 }

@@ -24,12 +24,12 @@ use merge::{LocalParameter, RowGather, tensor_rows};
 use super::{Released, WeightOrder};
 use crate::comm::Communicator;
 use crate::error::{Error, Result};
-use crate::model::{Build, Decoder, ParamSlot, Parameterized};
+use crate::model::{Build, Model, ParamSlot, Parameterized};
 use crate::weights::{Adapter, Checkpoint, Delta, ParamSpec, Slice, Tensors};
 
-/// This rank's decoder, and where the base of each of its parameters is.
+/// This rank's model, and where the base of each of its parameters is.
 pub struct RankWeights {
-    decoder: Decoder,
+    model: Model,
     bases: Bases,
     /// Parameters that were released and have no value since.
     missing: HashSet<String>,
@@ -49,7 +49,7 @@ struct Bases {
 }
 
 impl RankWeights {
-    /// Fills `decoder` with this rank's part of `checkpoint`. Calls `progress` after each parameter with the bytes that
+    /// Fills `model` with this rank's part of `checkpoint`. Calls `progress` after each parameter with the bytes that
     /// it has in the checkpoint.
     ///
     /// # Errors
@@ -57,7 +57,7 @@ impl RankWeights {
     /// while it was read.
     pub fn load(
         ops: &Ops,
-        decoder: Decoder,
+        model: Model,
         build: Build,
         checkpoint: Arc<Checkpoint>,
         progress: &dyn Fn(u64),
@@ -69,11 +69,11 @@ impl RankWeights {
             copies: HashMap::new(),
             gathering: None,
         };
-        let mut this = Self { decoder, bases, missing: HashSet::new() };
+        let mut this = Self { model, bases, missing: HashSet::new() };
         this.restore()?;
         let base = Adapter::none();
-        let Self { decoder, bases, .. } = &mut this;
-        decoder.visit(&mut |spec, slot| {
+        let Self { model, bases, .. } = &mut this;
+        model.visit(&mut |spec, slot| {
             bases.fill_from_checkpoint(ops, spec, slot, &base)?;
             progress(bases.base.checkpoint.stored_bytes(&spec.name)? as u64);
             Ok(())
@@ -83,19 +83,19 @@ impl RankWeights {
         Ok(this)
     }
 
-    /// The decoder, whose parameters must all have values.
+    /// The model, whose parameters must all have values.
     ///
     /// # Panics
     /// If a parameter has none.
-    pub fn decoder(&self) -> &Decoder {
+    pub fn model(&self) -> &Model {
         let missing = self.missing.iter().next();
         assert!(missing.is_none(), "a step without weights: {} were released, {missing:?} is one", self.missing.len());
-        &self.decoder
+        &self.model
     }
 
-    /// The decoder, for uses that do not need its values: they may be released.
-    pub fn shapes(&self) -> &Decoder {
-        &self.decoder
+    /// The model, for uses that do not need its values: they may be released.
+    pub fn shapes(&self) -> &Model {
+        &self.model
     }
 
     /// Allocates the memory that this rank needs for an order, without changing weights. Ranks wait for each other
@@ -108,9 +108,9 @@ impl RankWeights {
             return Ok(());
         };
         self.take_copies(ops, adapter)?;
-        let Self { decoder, bases, .. } = self;
+        let Self { model, bases, .. } = self;
         let mut most = 0;
-        decoder.visit(&mut |spec, slot| {
+        model.visit(&mut |spec, slot| {
             if bases.copies.contains_key(&spec.name) {
                 most = most.max(LocalParameter::new(&bases.build, spec, slot)?.gathered_elements(adapter));
             }
@@ -150,8 +150,8 @@ impl RankWeights {
         adapter: &Adapter,
         chosen: &dyn Fn(&str) -> bool,
     ) -> Result<()> {
-        let Self { decoder, bases, missing } = self;
-        let filled = decoder.visit(&mut |spec, slot| {
+        let Self { model, bases, missing } = self;
+        let filled = model.visit(&mut |spec, slot| {
             if chosen(&spec.name) {
                 bases.fill(ops, comm, spec, slot, adapter)?;
                 missing.remove(&spec.name);
@@ -171,9 +171,9 @@ impl RankWeights {
     /// # Errors
     /// `ResourceExhausted` if the device has not as much memory.
     fn take_copies(&mut self, ops: &Ops, adapter: &Adapter) -> Result<()> {
-        let Self { decoder, bases, .. } = self;
+        let Self { model, bases, .. } = self;
         let mut copies = HashMap::new();
-        decoder.visit(&mut |spec, slot| {
+        model.visit(&mut |spec, slot| {
             let name = &spec.name;
             if bases.replaced.contains(name) && adapter.touches(name) && !bases.copies.contains_key(name) {
                 copies.insert(name.clone(), LocalParameter::new(&bases.build, spec, slot)?.copy(ops)?);
@@ -186,8 +186,8 @@ impl RankWeights {
 
     fn replace(&mut self, ops: &Ops, tensors: &Tensors) -> Result<()> {
         let names: HashSet<&str> = tensors.names().collect();
-        let Self { decoder, bases, missing } = self;
-        decoder.visit(&mut |spec, slot| {
+        let Self { model, bases, missing } = self;
+        model.visit(&mut |spec, slot| {
             if names.contains(spec.name.as_str()) {
                 LocalParameter::new(&bases.build, spec, slot)?.store(ops, &tensor_rows(tensors, &spec.name))?;
                 bases.copies.remove(&spec.name);
@@ -200,7 +200,7 @@ impl RankWeights {
 
     fn patch(&mut self, ops: &Ops, delta: &Delta, merged: &Adapter) -> Result<()> {
         let bases = &mut self.bases;
-        self.decoder.visit(&mut |spec, slot| {
+        self.model.visit(&mut |spec, slot| {
             let changes = delta.changes(&spec.name);
             if changes.is_some() || merged.touches(&spec.name) {
                 bases.copies.remove(&spec.name);
@@ -220,7 +220,7 @@ impl RankWeights {
             return Ok(Vec::new());
         }
         let mut bytes = None;
-        self.decoder.visit_near(&spec.name, &mut |found, slot| {
+        self.model.visit_near(&spec.name, &mut |found, slot| {
             if found.name == spec.name {
                 let local = rows.start - part.rows.start..rows.end - part.rows.start;
                 bytes = Some(read_rows(&slot, local, dtype)?);
@@ -236,7 +236,7 @@ impl RankWeights {
     /// `ResourceExhausted` if the device has too little memory.
     pub fn restore(&mut self) -> Result<()> {
         self.bases.build.device.bring_back()?;
-        self.decoder.visit_matrices(&mut |_, matrix| Ok(matrix.restore()?))
+        self.model.visit_matrices(&mut |_, matrix| Ok(matrix.restore()?))
     }
 
     /// Gives the memory of matrices back to the system. With `keep_replaced` a matrix stays if it has the only values
@@ -244,17 +244,17 @@ impl RankWeights {
     /// device with memory of its own moves the matrices that stay to the host, if they take at most `host_bytes` there.
     /// The bytes that this frees are measured elsewhere.
     pub fn release(&mut self, keep_replaced: bool, host_bytes: u64) -> Result<Released> {
-        let Self { decoder, bases, missing } = self;
+        let Self { model, bases, missing } = self;
         if !keep_replaced {
             bases.replaced.clear();
             bases.copies.clear();
-            decoder.visit(&mut |spec, _| {
+            model.visit(&mut |spec, _| {
                 missing.insert(spec.name.clone());
                 Ok(())
             })?;
         }
         let mut kept = 0;
-        decoder.visit_matrices(&mut |specs, matrix| {
+        model.visit_matrices(&mut |specs, matrix| {
             let is_only_base = |s: &&ParamSpec| bases.replaced.contains(&s.name) && !bases.copies.contains_key(&s.name);
             if specs.iter().any(is_only_base) {
                 kept += matrix.bytes() as u64;

@@ -18,12 +18,12 @@ impl RankWeights {
     pub fn shadow_shards(&mut self) -> Result<Vec<ShadowShard>> {
         let (partition, dtype) = (self.bases.build.partition, self.bases.build.weights);
         let mut shards = Vec::new();
-        self.decoder.visit_matrices(&mut |specs, matrix| {
+        self.model.visit_matrices(&mut |specs, matrix| {
             shards.push(beside(specs, matrix, partition)?);
             Ok(())
         })?;
         let mut vectors = Vec::new();
-        self.decoder.visit(&mut |spec, slot| {
+        self.model.visit(&mut |spec, slot| {
             if let ParamSlot::Vector { .. } = slot {
                 vectors.push((spec.name.clone(), partition.slice(spec)?));
             }
@@ -40,14 +40,14 @@ impl RankWeights {
     /// `ResourceExhausted` if there is not enough memory for weights that were released.
     pub fn exchange(&mut self, mut shards: Vec<ShadowShard>) -> Result<Vec<ShadowShard>> {
         let mut matrices = shards.iter_mut().filter_map(ShadowShard::as_matrix_mut);
-        self.decoder.visit_matrices(&mut |_, matrix| {
+        self.model.visit_matrices(&mut |_, matrix| {
             let other = matrices.next().expect("the shadow weights have every matrix");
             std::mem::swap(matrix, other);
             Ok(other.restore()?)
         })?;
         let vectors = shards.last().expect("the shadow weights have the vectors");
-        let Self { decoder, bases, missing } = self;
-        decoder.visit(&mut |spec, slot| {
+        let Self { model, bases, missing } = self;
+        model.visit(&mut |spec, slot| {
             if let ParamSlot::Vector { vector, offset } = slot {
                 let new = vectors.vector(&spec.name).expect("the shadow weights have every vector");
                 vector.write(offset, new)?;

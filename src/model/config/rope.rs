@@ -9,6 +9,9 @@ use crate::error::{Error, Result};
 pub struct RopeConfig {
     pub theta: f64,
     pub scaling: RopeScaling,
+    /// M-RoPE: how many frequencies take the position in time, how many that in rows and how many that in columns, one
+    /// group behind the other. Empty if all take the one position that a token of text has.
+    pub sections: Vec<usize>,
 }
 
 /// How the frequencies are changed for long contexts.
@@ -52,7 +55,12 @@ impl RopeConfig {
         if let Some(part) = first_number(&rotated, "partial_rotary_factor")?.filter(|part| *part != 1.0) {
             return Err(Error::Config(format!("config.json: partial_rotary_factor {part} is not supported, only 1")));
         }
-        Ok(Self { theta, scaling: scaling(parameters)? })
+        Ok(Self { theta, scaling: scaling(parameters)?, sections: sections(parameters)? })
+    }
+
+    /// For each frequency the axis of the position that it takes; empty without M-RoPE.
+    pub fn axis_of(&self) -> Vec<u8> {
+        (0..).zip(&self.sections).flat_map(|(axis, count)| std::iter::repeat_n(axis, *count)).collect()
     }
 
     /// Angle per position of each pair, `[head_dim / 2]`, in the float32 steps of transformers'
@@ -113,7 +121,7 @@ fn scaling(parameters: &Value) -> Result<RopeScaling> {
         }
         // The frequencies of dynamic scaling are those without scaling up to `max_position_embeddings`, beyond which no
         // sequence is served.
-        None | Some("default" | "dynamic") => Ok(RopeScaling::None),
+        None | Some("default" | "dynamic" | "mrope") => Ok(RopeScaling::None),
         Some("linear") => Ok(RopeScaling::Linear { factor: number("factor")? }),
         Some("llama3") => {
             let (low_freq_factor, high_freq_factor) = (number("low_freq_factor")?, number("high_freq_factor")?);
@@ -140,6 +148,19 @@ fn scaling(parameters: &Value) -> Result<RopeScaling> {
             "config.json: rope scaling {other} is not supported; supported are default, dynamic, linear and llama3"
         ))),
     }
+}
+
+fn sections(parameters: &Value) -> Result<Vec<usize>> {
+    let sections = &parameters["mrope_section"];
+    if sections.is_null() {
+        return Ok(Vec::new());
+    }
+    if parameters["mrope_interleaved"] == true {
+        return Err(Error::Config("config.json: mrope_interleaved is not supported".into()));
+    }
+    let wrong = || Error::Config(format!("config.json: mrope_section is {sections}; it must be a list of numbers"));
+    let list = sections.as_array().ok_or_else(wrong)?;
+    list.iter().map(|count| count.as_u64().map(|count| count as usize)).collect::<Option<_>>().ok_or_else(wrong)
 }
 
 /// The first of the fields that is there and not null.

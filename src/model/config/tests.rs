@@ -28,11 +28,11 @@ fn with(changes: &Value) -> Value {
 }
 
 fn parse(changes: &Value) -> ModelConfig {
-    ModelConfig::parse(&with(changes), None).unwrap()
+    ModelConfig::parse(&with(changes), None, None).unwrap()
 }
 
 fn refusal(changes: &Value) -> String {
-    match ModelConfig::parse(&with(changes), None) {
+    match ModelConfig::parse(&with(changes), None, None) {
         Err(Error::Config(message)) => message,
         other => panic!("{changes} gave {other:?}"),
     }
@@ -134,7 +134,7 @@ fn defaults_are_those_of_transformers() {
 #[test]
 fn end_of_sequence_tokens_are_merged() {
     let eos = |config: Value, generation: Option<Value>| {
-        ModelConfig::parse(&with(&config), generation.as_ref()).unwrap().eos_token_ids
+        ModelConfig::parse(&with(&config), generation.as_ref(), None).unwrap().eos_token_ids
     };
     assert_eq!(eos(json!({"eos_token_id": [9, 3, 9]}), None), [3, 9]);
     assert_eq!(eos(json!({}), Some(json!({"eos_token_id": [5, 4]}))), [4, 5]);
@@ -253,4 +253,53 @@ fn every_number_of_ranks_is_built_or_refused_with_those_that_are() {
     }
     println!("{built} ranks were built, {refused} numbers of ranks refused");
     assert!(built > 300 && refused > 300);
+}
+
+fn qwen2_5_vl(model: &str, change: impl FnOnce(&mut Value, &mut Value)) -> Result<ModelConfig> {
+    let read = |file: &str| -> Value {
+        let path = format!("{}/tests/fixtures/{model}/{file}", env!("CARGO_MANIFEST_DIR"));
+        serde_json::from_slice(&std::fs::read(path).unwrap()).unwrap()
+    };
+    let (mut config, mut preprocessor) = (read("config.json"), read("preprocessor_config.json"));
+    change(&mut config, &mut preprocessor);
+    ModelConfig::parse(&config, None, Some(&preprocessor))
+}
+
+#[test]
+fn a_vision_models_configuration_is_nested_or_flat() {
+    let nested = qwen2_5_vl("qwen2_5_vl", |_, _| ()).unwrap();
+    assert_eq!(nested.architecture_name(), "Qwen2_5_VLForConditionalGeneration");
+    assert!(nested.qkv_bias && !nested.tie_word_embeddings && nested.sliding_window == [None, None]);
+    assert_eq!((nested.rope.sections.clone(), nested.rotary_axes()), (vec![2, 3, 3], 3));
+    assert_eq!(nested.rope.axis_of(), [0, 0, 1, 1, 1, 2, 2, 2]);
+    let vision = nested.vision.unwrap();
+    assert_eq!((vision.depth, vision.num_heads, vision.full_attention), (4, 4, vec![1, 3]));
+    assert_eq!((vision.window, vision.preprocessor.factor()), (4, 28));
+    assert_eq!((vision.image_token, vision.forbidden_tokens), (514, vec![514, 515]));
+    let flat = qwen2_5_vl("qwen2_5_vl-tied", |_, _| ()).unwrap();
+    assert!(flat.tie_word_embeddings && flat.rope.sections == [2, 3, 3]);
+    assert_eq!(flat.vision.unwrap().head_dim(), 80);
+}
+
+#[test]
+fn a_vision_model_that_cannot_be_served_is_refused_by_the_fields_name() {
+    let refused = |change: fn(&mut Value, &mut Value), says: &str| {
+        let error = qwen2_5_vl("qwen2_5_vl", change).unwrap_err().to_string();
+        assert!(error.contains(says), "{error}");
+    };
+    refused(|config, _| config["vision_config"]["hidden_act"] = "gelu".into(), "vision_config.hidden_act is gelu");
+    refused(|config, _| config["vision_config"]["num_heads"] = 3.into(), "3 heads for a hidden size of 64");
+    refused(|config, _| config["vision_config"]["out_hidden_size"] = 32.into(), "out_hidden_size is 32");
+    refused(|config, _| config["vision_config"]["fullatt_block_indexes"] = json!([4]), "names block 4 of 4");
+    refused(|config, _| config["image_token_id"] = 600.into(), "image_token_id 600 is not below vocab_size 516");
+    refused(
+        |config, _| config["text_config"]["rope_parameters"]["mrope_section"] = json!([2, 3]),
+        "mrope_section is [2, 3]",
+    );
+    refused(|_, preprocessor| preprocessor["patch_size"] = 16.into(), "vision_config.patch_size is 14, but");
+    let whole = std::fs::read(format!("{}/tests/fixtures/qwen2_5_vl/config.json", env!("CARGO_MANIFEST_DIR"))).unwrap();
+    let without = ModelConfig::parse(&serde_json::from_slice(&whole).unwrap(), None, None).unwrap_err().to_string();
+    assert!(without.contains("no preprocessor_config.json"), "{without}");
+    let text = refusal(&json!({"rope_parameters": {"rope_theta": 1e4, "mrope_section": [1, 1]}}));
+    assert!(text.contains("mrope_section"), "{text}");
 }
