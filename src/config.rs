@@ -2,7 +2,9 @@
 
 mod choices;
 mod command_line;
+mod image_limit;
 mod lora_module;
+mod values;
 
 use std::path::{Path, PathBuf};
 
@@ -13,7 +15,10 @@ use rollout_kernels::{AllReduce, AttentionKernel, Backend};
 
 pub use choices::*;
 pub use command_line::CommandLine;
+pub use image_limit::ImageLimit;
 pub use lora_module::LoraModule;
+pub use values::HttpPort;
+use values::{parse_bytes, parse_port};
 
 use crate::error::{Error, Result};
 
@@ -103,6 +108,16 @@ pub struct Config {
     )]
     pub max_batch_tokens: usize,
 
+    /// Maximum images of a prompt, as vLLM's flag: image=N, or {"image": N}. 0 rejects prompts with images.
+    #[arg(
+        long,
+        help_heading = "Serving",
+        env = "ROLLOUT_LIMIT_MM_PER_PROMPT",
+        default_value = "image=1",
+        value_name = "image=N"
+    )]
+    pub limit_mm_per_prompt: ImageLimit,
+
     /// Maximum samples that wait; further requests fail with RESOURCE_EXHAUSTED.
     #[arg(
         long,
@@ -168,6 +183,11 @@ pub struct Config {
     /// smallest of the machine's memory, its cgroup's limit and the limits of `ulimit -v` and `ulimit -d`].
     #[arg(long, help_heading = "Memory", env = "ROLLOUT_HOST_MEMORY", value_parser = parse_bytes, value_name = "BYTES")]
     pub host_memory: Option<u64>,
+
+    /// Maximum tokens of an image, for a model that takes images: buffers are made for so many. Larger pixels are
+    /// rejected, larger files resized [default: 1280, and larger files are rejected too].
+    #[arg(long, help_heading = "Memory", env = "ROLLOUT_MAX_IMAGE_TOKENS", value_name = "TOKENS")]
+    pub max_image_tokens: Option<usize>,
 
     /// Tokens per KV block.
     #[arg(long, help_heading = "Memory", env = "ROLLOUT_BLOCK_SIZE", default_value_t = 16, value_name = "TOKENS")]
@@ -350,17 +370,6 @@ fn device_parser() -> impl TypedValueParser<Value = Backend> {
     })
 }
 
-/// The port of HTTP; `None` disables HTTP.
-pub type HttpPort = Option<u16>;
-
-/// A port, or `off`.
-fn parse_port(text: &str) -> std::result::Result<HttpPort, String> {
-    if text.eq_ignore_ascii_case("off") {
-        return Ok(None);
-    }
-    text.parse().map(Some).map_err(|_| "expected a port from 0 to 65535, or off".into())
-}
-
 /// A host name without scheme and port.
 fn parse_host_name(text: &str) -> std::result::Result<String, String> {
     if text.is_empty() || !text.chars().all(|c| c.is_ascii_alphanumeric() || "-._".contains(c)) {
@@ -409,6 +418,9 @@ impl Config {
         }
         if !(1..=1024).contains(&self.threads()) {
             return fail("threads", &self.threads(), "from 1 to 1024");
+        }
+        if let Some(tokens) = self.max_image_tokens.filter(|tokens| !(1..=65_536).contains(tokens)) {
+            return fail("max-image-tokens", &tokens, "from 1 to 65536");
         }
         if !(1..=1024).contains(&self.block_size) {
             return fail("block-size", &self.block_size, "from 1 to 1024 tokens");
@@ -466,28 +478,6 @@ impl Config {
         }
         Ok(())
     }
-}
-
-/// Bytes from a text like "2GiB", "500MB" or "1048576".
-fn parse_bytes(text: &str) -> std::result::Result<u64, String> {
-    let digits = text.find(|c: char| !c.is_ascii_digit() && c != '.').unwrap_or(text.len());
-    let (number, unit) = text.split_at(digits);
-    let factor: u64 = match unit.trim().to_ascii_lowercase().as_str() {
-        "" | "b" => 1,
-        "kib" | "k" => 1 << 10,
-        "mib" | "m" => 1 << 20,
-        "gib" | "g" => 1 << 30,
-        "kb" => 1_000,
-        "mb" => 1_000_000,
-        "gb" => 1_000_000_000,
-        _ => return Err(format!("{unit:?} is not a unit; use KiB, MiB, GiB, KB, MB, GB or plain bytes")),
-    };
-    let value: f64 = number.parse().map_err(|_| format!("{number:?} is not a number"))?;
-    let bytes = value * factor as f64;
-    if bytes >= u64::MAX as f64 {
-        return Err("is more memory than any machine has".into());
-    }
-    Ok(bytes as u64)
 }
 
 #[cfg(test)]

@@ -18,11 +18,11 @@ use crate::comm::Trainers;
 use crate::config::{Config, DTypeChoice, GraphsChoice, ReasoningChoice, SpeculationChoice};
 use crate::engine::{COMMAND_QUEUE, Engine, EngineHandle, Setup};
 use crate::error::{Error, Result};
-use crate::model::config::ModelConfig;
-use crate::model::{Build, Decoder, Parameterized};
+use crate::model::config::{ModelConfig, VisionConfig};
+use crate::model::{Build, Model, ModelLimits, Parameterized, TowerShape};
 use crate::observe::{Observer, Recorder};
-use crate::scheduler::{Scheduler, SchedulerConfig, Speculation};
-use crate::server::{ModelFacts, PromptEncoder, RequestTemplates, ServingContext, pb};
+use crate::scheduler::{ImageScheduling, Scheduler, SchedulerConfig, Speculation};
+use crate::server::{ImageRules, ModelFacts, PromptEncoder, RequestTemplates, ServingContext, pb};
 use crate::text::{
     ChatTemplate, ReasoningFormat, Tokenizer, read_tokenizer_config, special_tokens_of_config, special_tokens_of_gguf,
     tokenizer_info,
@@ -33,6 +33,9 @@ use crate::weights::{
 };
 use memory::Plan;
 use ranks::{CommunicatorPlan, Ingredients, LoadProgress, start_ranks};
+
+/// Most tokens of an image, if `--max-image-tokens` does not say.
+const MAX_IMAGE_TOKENS: usize = 1280;
 
 /// The tokenizer and chat template of the model, and their configuration as JSON; `None` for a model without a
 /// tokenizer, which serves token ids only.
@@ -101,6 +104,8 @@ struct Layout {
     kv: StorageDtype,
     max_model_len: usize,
     max_batch_tokens: usize,
+    /// Most tokens of a picture; 0 for a model of text alone.
+    max_image_tokens: usize,
     block_size: usize,
     /// Whether devices may capture steps as CUDA graphs and replay them.
     uses_graphs: bool,
@@ -125,13 +130,13 @@ pub fn start(config: &Config, observer: Observer, recorder: Recorder) -> Result<
     let (encoder, tokenizer_info) = open_encoder(&files.tokenizer, config)?.unzip();
     encoder.iter().for_each(|encoder| encoder.prepare_grammars(model.vocab_size));
 
-    let mut decoders: Vec<_> = (0..layout.world)
-        .map(|rank| Decoder::new(&model, &layout.build(rank), layout.max_model_len))
-        .collect::<Result<_>>()?;
-    let parameters = Arc::new(parameters(&mut decoders[0], &model, &layout)?);
+    let limits = ModelLimits { max_model_len: layout.max_model_len, max_image_tokens: layout.max_image_tokens };
+    let mut models: Vec<_> =
+        (0..layout.world).map(|rank| Model::new(&model, &layout.build(rank), limits)).collect::<Result<_>>()?;
+    let parameters = Arc::new(parameters(&mut models[0], &model, &layout)?);
     let trainers = Trainers::new(&layout.devices);
     let broadcast = trainers.ranks() as u64 * largest_broadcast(&parameters, BROADCAST_BUFFER_BYTES);
-    let Plan { budget, traffic, blocks } = Plan::new(config, &model, &layout, &decoders, broadcast)?;
+    let Plan { budget, traffic, blocks } = Plan::new(config, &model, &layout, &models, broadcast)?;
     let sources = Sources::new(config.weights_dir.clone()).with_devices(layout.devices.clone());
     let sources = Arc::new(sources.with_traffic(traffic.clone()));
 
@@ -145,8 +150,8 @@ pub fn start(config: &Config, observer: Observer, recorder: Recorder) -> Result<
         blocks,
         progress,
     };
-    let executor = start_ranks(decoders, communicators, ingredients)?;
-    let scheduler = Scheduler::new(layout.scheduler(config), KvCacheManager::new(blocks, layout.block_size));
+    let executor = start_ranks(models, communicators, ingredients)?;
+    let scheduler = Scheduler::new(layout.scheduler(config, &model), KvCacheManager::new(blocks, layout.block_size));
     let (sender, commands) = sync_channel(COMMAND_QUEUE);
     let setup = Setup {
         parameters: parameters.clone(),
@@ -163,6 +168,7 @@ pub fn start(config: &Config, observer: Observer, recorder: Recorder) -> Result<
     let thread = std::thread::Builder::new().name("engine".into()).spawn(move || engine.run());
     let thread = thread.map_err(|e| Error::Internal(format!("cannot start the engine's thread: {e}")))?;
     let model = ModelFacts {
+        images: model.vision.map(|vision| image_rules(config, &layout, vision)),
         names: config.served_names(),
         root: config.model.clone(),
         vocab_size: model.vocab_size,
@@ -186,6 +192,21 @@ pub fn start(config: &Config, observer: Observer, recorder: Recorder) -> Result<
         writes_token_ids: config.return_tokens_as_token_ids,
     };
     Ok((context, thread))
+}
+
+/// How prompts may have images.
+fn image_rules(config: &Config, layout: &Layout, vision: VisionConfig) -> ImageRules {
+    let preprocessor = vision.preprocessor.clone();
+    ImageRules {
+        // Files are made smaller only if the flag says how small.
+        preprocessor: match config.max_image_tokens {
+            Some(tokens) => preprocessor.with_max_tokens(tokens as u32),
+            None => preprocessor,
+        },
+        vision,
+        most_per_prompt: config.limit_mm_per_prompt.0,
+        most_tokens: layout.max_image_tokens,
+    }
 }
 
 /// The part of the answer to `GetInfo` that is not in [`ModelFacts`].
@@ -228,6 +249,17 @@ impl Layout {
         let devices = open_devices(config)?;
         let shape = ModelShape { head_dim: model.head_dim, block_size: config.block_size, weights, kv };
         devices.iter().try_for_each(|device| device.check(&shape))?;
+        if let Some(vision) = &model.vision {
+            let tower = ModelShape { head_dim: vision.head_dim(), ..shape };
+            devices.iter().try_for_each(|device| device.check(&tower))?;
+            if devices.have_own_memory() {
+                let (device, architecture) = (config.device.name(), model.architecture_name());
+                return Err(Error::Config(format!(
+                    "--device {device}: {architecture} is served on the CPU only, because its vision tower is not \
+                     tested on this device yet"
+                )));
+            }
+        }
         let longest = model.max_position_embeddings;
         let max_model_len = config.max_model_len.unwrap_or(longest);
         if max_model_len > longest {
@@ -241,6 +273,10 @@ impl Layout {
             kv,
             max_model_len,
             max_batch_tokens: config.max_batch_tokens,
+            max_image_tokens: model
+                .vision
+                .as_ref()
+                .map_or(0, |vision| vision.most_tokens().min(config.max_image_tokens.unwrap_or(MAX_IMAGE_TOKENS))),
             block_size: config.block_size,
             uses_graphs: match config.graphs {
                 // According to NCCL, captures of several devices in one process can deadlock; no card has run them yet.
@@ -252,22 +288,49 @@ impl Layout {
         })
     }
 
+    /// The shape of the vision tower's workspace; `None` for a model of text alone.
+    fn tower(&self, model: &ModelConfig, rank: usize) -> Option<TowerShape> {
+        let (build, max_image_tokens) = (self.build(rank), self.max_image_tokens);
+        let shape = |config| TowerShape { config, build, max_image_tokens, embedding_rows: self.embedding_rows() };
+        model.vision.clone().map(shape)
+    }
+
     fn build(&self, rank: usize) -> Build {
         let device = self.devices.of_rank(rank).clone();
         Build { device, partition: Partition::new(rank, self.world), weights: self.weights }
     }
 
-    fn scheduler(&self, config: &Config) -> SchedulerConfig {
+    fn scheduler(&self, config: &Config, model: &ModelConfig) -> SchedulerConfig {
         SchedulerConfig {
             max_num_seqs: config.max_num_seqs,
             max_batch_tokens: config.max_batch_tokens,
             max_model_len: self.max_model_len,
             max_queued_samples: config.max_queued_samples,
+            images: self.images(model),
             speculation: match config.speculation {
                 SpeculationChoice::Auto => Speculation::AUTO,
                 SpeculationChoice::Off => Speculation::OFF,
             },
         }
+    }
+
+    /// How pictures are encoded. A step has time for as many patches in as many blocks as take about as long as the
+    /// decoder takes for its tokens: a block of the tower computes as much as a layer of the decoder of its width.
+    fn images(&self, model: &ModelConfig) -> ImageScheduling {
+        let Some(vision) = &model.vision else { return ImageScheduling::default() };
+        let work = |width: usize, layers: usize| (width * width * layers) as u64;
+        let of_step = self.max_batch_tokens as u64 * work(model.hidden_size, model.num_layers);
+        let of_token = vision.unit() as u64 * work(vision.hidden_size, 1);
+        ImageScheduling {
+            embedding_rows: self.embedding_rows(),
+            tower_blocks: vision.depth,
+            token_blocks: usize::try_from(of_step / of_token).unwrap_or(usize::MAX),
+        }
+    }
+
+    /// Tokens of images whose embeddings are held at once: of two images of the most tokens.
+    fn embedding_rows(&self) -> usize {
+        2 * self.max_image_tokens
     }
 
     fn dtype_name(&self) -> &'static str {
@@ -299,9 +362,9 @@ fn open_devices(config: &Config) -> Result<Devices> {
 }
 
 /// All parameters of the model, with their serving type and shards.
-fn parameters(decoder: &mut Decoder, model: &ModelConfig, layout: &Layout) -> Result<Parameters> {
+fn parameters(weights: &mut Model, model: &ModelConfig, layout: &Layout) -> Result<Parameters> {
     let mut specs = Vec::new();
-    decoder.visit(&mut |spec, _| {
+    weights.visit(&mut |spec, _| {
         specs.push(spec.clone());
         Ok(())
     })?;

@@ -109,8 +109,7 @@ const FLAGS: &[Row] = &[
     (&["is-embedding"], Switch, Rejected("this server generates and scores; it computes no embeddings")),
     (&["quantization", "-q"], One, Rejected("weights are served as bfloat16 or float32; give the unquantised checkpoint, or a GGUF file, which is dequantised")),
     (&["context-length"], One, Same("max-model-len")),
-    (&["language-model-only", "trust-request-mm-kwargs"], Switch, Always("this server reads no images")),
-    (&["limit-mm-per-prompt"], One, Rejected("this server reads no images yet")),
+    (&["language-model-only", "trust-request-mm-kwargs"], Switch, Always("this server takes images as pixels, over gRPC")),
     // Memory
     (&["gpu-memory-utilization", "device-memory-utilization", "mem-fraction-static"], One, Same("mem-util")),
     (&["kv-cache-memory-bytes"], One, Same("kv-cache-bytes")),

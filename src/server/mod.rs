@@ -35,7 +35,7 @@ pub use encoder::{PromptEncoder, RequestTemplates};
 pub use listener::connection_limit;
 pub use security::{SecurityConfig, TlsFiles};
 pub use shutdown::{ShutdownHandle, ShutdownOrders, shutdown_channel, watch_signals};
-pub use state::{ModelFacts, ServingContext};
+pub use state::{ImageRules, ModelFacts, ServingContext};
 
 use crate::config::LoraModule;
 use crate::engine::{Command, EngineHandle};

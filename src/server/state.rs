@@ -17,7 +17,9 @@ use crate::comm::Trainers;
 use crate::engine::EngineHandle;
 use crate::error::{Error, Result};
 use crate::memory::Traffic;
+use crate::model::config::VisionConfig;
 use crate::observe::Observer;
+use crate::pixels::Preprocessor;
 use crate::text::ReasoningFormat;
 use crate::types::TokenId;
 use crate::weights::{Parameters, Sources};
@@ -63,11 +65,30 @@ pub struct ModelFacts {
     pub eos_token_ids: Vec<TokenId>,
     /// Encodes prompts of text; None if the model has no tokenizer, so that requests must use token ids.
     pub encoder: Option<Arc<PromptEncoder>>,
+    /// How prompts may have images; `None` for a model of text alone.
+    pub images: Option<ImageRules>,
     /// The configuration of the tokenizer and the chat template, as JSON; empty without a tokenizer.
     pub tokenizer_info: Bytes,
 }
 
+/// The images that prompts may have.
+#[derive(Clone, Debug)]
+pub struct ImageRules {
+    pub vision: VisionConfig,
+    /// Most images of a prompt.
+    pub most_per_prompt: usize,
+    /// Most tokens of an image.
+    pub most_tokens: usize,
+    /// How an image that comes as a file is resized.
+    pub preprocessor: Preprocessor,
+}
+
 impl ModelFacts {
+    /// Tokens that no sample has.
+    pub(super) fn forbidden_tokens(&self) -> &[TokenId] {
+        self.images.as_ref().map_or(&[], |images| &images.vision.forbidden_tokens)
+    }
+
     /// The first name of the policy.
     pub fn name(&self) -> &str {
         self.names.first().map_or("", String::as_str)

@@ -8,7 +8,7 @@ use crate::error::{Error, Result};
 use crate::executor::resident_adapter_bytes;
 use crate::memory::{MemoryBudget, MemoryReport, MemoryUse, Traffic, human_bytes, total_bytes};
 use crate::model::config::ModelConfig;
-use crate::model::{Decoder, LOGITS_ROWS, Parameterized, Workspace, kv_bytes_per_block};
+use crate::model::{LOGITS_ROWS, Model, Parameterized, Workspace, kv_bytes_per_block};
 use crate::observe::TIMELINE_BYTES;
 
 /// Bytes for everything without an entry of its own: code, threads, tokenizer, and the allocator's slack. With
@@ -40,7 +40,7 @@ pub(super) struct Plan {
 }
 
 impl Plan {
-    /// Divides the memory, logs the ledger, and limits the devices to their ceiling. The matrices of `decoders` have no
+    /// Divides the memory, logs the ledger, and limits the devices to their ceiling. The matrices of `models` have no
     /// memory yet. `broadcast` is the number of bytes that a broadcast of weights takes on all ranks together.
     ///
     /// # Errors
@@ -49,11 +49,11 @@ impl Plan {
         config: &Config,
         model: &ModelConfig,
         layout: &Layout,
-        decoders: &[Decoder],
+        models: &[Model],
         broadcast: u64,
     ) -> Result<Self> {
         let mut budget = new_budget(config, &layout.devices)?;
-        reserve_fixed(&mut budget, config, model, layout, decoders)?;
+        reserve_fixed(&mut budget, config, model, layout, models)?;
         let traffic = reserve_requests(&mut budget, config, model, layout)?;
         let blocks = reserve_kv(&mut budget, config, model, layout, broadcast)?;
         layout.devices.limit(budget.report().ceiling - budget.reserved(MemoryUse::Context));
@@ -92,9 +92,9 @@ fn reserve_fixed(
     config: &Config,
     model: &ModelConfig,
     layout: &Layout,
-    decoders: &[Decoder],
+    models: &[Model],
 ) -> Result<()> {
-    let entries = fixed_entries(config, model, layout, decoders)?;
+    let entries = fixed_entries(config, model, layout, models)?;
     let later = [
         (MemoryUse::Requests, config.request_bytes.unwrap_or(MIN_REQUEST_BYTES)),
         (MemoryUse::KvCache, block_bytes(model, layout) * blocks_for(layout.max_model_len, layout)),
@@ -131,20 +131,21 @@ fn fixed_entries(
     config: &Config,
     model: &ModelConfig,
     layout: &Layout,
-    decoders: &[Decoder],
+    models: &[Model],
 ) -> Result<Vec<(MemoryUse, u64)>> {
     let (world, devices) = (layout.world, &layout.devices);
     let activations = Workspace::bytes(model, &layout.build(0), layout.max_batch_tokens);
+    let tower = layout.tower(model, 0).map_or(0, |tower| tower.workspace_bytes() + tower.embedding_bytes());
     let scratch = devices.of_rank(0).scratch_bytes() as u64;
-    let adapters = decoders.iter().enumerate().map(|(rank, decoder)| {
-        resident_adapter_bytes(decoder, &layout.build(rank), config.max_lora_rank, config.max_adapters)
+    let adapters = models.iter().enumerate().map(|(rank, model)| {
+        resident_adapter_bytes(&model.decoder, &layout.build(rank), config.max_lora_rank, config.max_adapters)
     });
     let driver = if devices.have_own_memory() { DRIVER_BYTES } else { 0 };
     let entries = [
         (MemoryUse::Process, PROCESS_BYTES + tls_bytes(config) + driver),
         (MemoryUse::Context, devices.context_bytes(world)),
-        (MemoryUse::Weights, decoders.iter().map(Parameterized::bytes).sum()),
-        (MemoryUse::Workspace, (activations + scratch) * world as u64),
+        (MemoryUse::Weights, models.iter().map(Parameterized::bytes).sum()),
+        (MemoryUse::Workspace, (activations + tower + scratch) * world as u64),
         (MemoryUse::Adapters, adapters.sum::<Result<u64>>()?),
         (MemoryUse::PageRounding, devices.rounding_bytes()),
         (MemoryUse::CopyBuffers, devices.host_bytes(LOGITS_ROWS * model.vocab_size * size_of::<f32>())),

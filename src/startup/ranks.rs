@@ -12,7 +12,7 @@ use crate::error::{Error, Result};
 use crate::executor::{ModelRunner, RankWeights, Ranks};
 use crate::memory::human_bytes;
 use crate::model::config::ModelConfig;
-use crate::model::{Decoder, WorkspaceShape, kv_caches};
+use crate::model::{Model, WorkspaceShape, kv_caches};
 use crate::weights::Checkpoint;
 
 /// How a rank gets its communicator, on its own thread.
@@ -68,16 +68,17 @@ pub(super) struct Ingredients {
 
 impl Ingredients {
     /// Builds one rank and loads its weights; runs on the rank's own thread.
-    fn make(&self, rank: usize, decoder: Decoder, communicator: CommunicatorPlan) -> Result<ModelRunner> {
+    fn make(&self, rank: usize, weights: Model, communicator: CommunicatorPlan) -> Result<ModelRunner> {
         let Self { model, layout, checkpoint, blocks, progress } = self;
         let build = layout.build(rank);
         let ops = build.device.ops();
         let loaded = |bytes| progress.add(bytes);
-        let weights = RankWeights::load(&ops, decoder, build.clone(), checkpoint.clone(), &loaded)?;
+        let weights = RankWeights::load(&ops, weights, build.clone(), checkpoint.clone(), &loaded)?;
         let kv = kv_caches(model, &build, layout.kv, *blocks, layout.block_size);
         let join = || communicator.join(layout.devices.of_rank(rank), rank, layout.world);
+        let tower = layout.tower(model, rank);
         let workspace = WorkspaceShape { config: model.clone(), build, max_batch_tokens: layout.max_batch_tokens };
-        ModelRunner::new(ops, join, weights, kv, workspace, layout.block_size, layout.uses_graphs)
+        ModelRunner::new(ops, join, weights, kv, (workspace, tower), layout.block_size, layout.uses_graphs)
     }
 }
 
@@ -86,14 +87,14 @@ impl Ingredients {
 /// # Errors
 /// The first error of a rank.
 pub(super) fn start_ranks(
-    decoders: Vec<Decoder>,
+    models: Vec<Model>,
     communicators: Vec<CommunicatorPlan>,
     ingredients: Ingredients,
 ) -> Result<Ranks> {
     let ingredients = Arc::new(ingredients);
-    let makers = decoders.into_iter().zip(communicators).enumerate().map(|(rank, (decoder, communicator))| {
+    let makers = models.into_iter().zip(communicators).enumerate().map(|(rank, (model, communicator))| {
         let ingredients = ingredients.clone();
-        move || ingredients.make(rank, decoder, communicator)
+        move || ingredients.make(rank, model, communicator)
     });
     let ranks = Ranks::start(ingredients.layout.devices.clone(), makers)?;
     ingredients.progress.done();

@@ -1,16 +1,19 @@
 //! Runs an engine on a fixture checkpoint, without the server, and sends it requests and pushes.
-#![allow(dead_code)] // each test binary uses a part of this module
+#![allow(dead_code, unused_imports)] // each test binary uses a part of this module
 
+pub mod images;
+mod machine;
 mod weights;
 
 use std::collections::BTreeMap;
-use std::path::{Path, PathBuf};
+use std::ops::Range;
+use std::path::Path;
 use std::sync::Arc;
 use std::sync::mpsc::{Receiver, channel};
 use std::time::Duration;
 
 use clap::Parser;
-use rollout_kernels::cpu::Isa;
+pub use machine::{fixture, kernels, path_of};
 use rollout_server::config::Config;
 use rollout_server::engine::{
     Activity, AdapterTarget, CancelFlag, Command, Completion, DrainMode, EngineHandle, EngineStatus, Event,
@@ -23,7 +26,7 @@ use rollout_server::memory::Backlog;
 use rollout_server::observe::Observer;
 use rollout_server::server::ServingContext;
 use rollout_server::startup::{self, EngineThread};
-use rollout_server::types::{Prompt, SamplingParams, TokenId, TokenLogprobs};
+use rollout_server::types::{Picture, Prompt, SamplingParams, TokenId, TokenLogprobs};
 use rollout_server::weights::{
     DeclaredPush, Dtype, Parameters, Source, Sources, TensorEntry, UpdateHeader, UpdateKind,
 };
@@ -32,31 +35,6 @@ pub use weights::{StateDict, random_weights, to_bytes, write_checkpoint};
 
 /// Longest wait for an answer; a longer one is a hang.
 const PATIENCE: Duration = Duration::from_secs(120);
-
-/// A file or directory of `tests/fixtures`; `ROLLOUT_FIXTURES` says where that is, where a test does not run in the
-/// checkout that it was built in.
-pub fn fixture(name: &str) -> PathBuf {
-    path_of("ROLLOUT_FIXTURES", concat!(env!("CARGO_MANIFEST_DIR"), "/tests/fixtures")).join(name)
-}
-
-/// The path that a variable of the environment names, or `built` if it is not set.
-#[expect(clippy::disallowed_methods, reason = "the tests may run on another machine than that which built them")]
-pub fn path_of(variable: &str, built: &str) -> PathBuf {
-    std::env::var_os(variable).map_or_else(|| built.into(), PathBuf::from)
-}
-
-/// Instruction sets on which results are checked: all that this processor has, and by emulation those that it lacks
-/// whose results differ from the others'.
-pub fn kernels() -> Vec<&'static str> {
-    let mut names: Vec<_> = Isa::available().into_iter().map(Isa::name).collect();
-    for (kernel, emulated) in [("avx512_bf16", "avx512_bf16_emulated"), ("amx", "amx_emulated")] {
-        if !names.contains(&kernel) {
-            names.push(emulated);
-        }
-    }
-    println!("instruction sets: {names:?}");
-    names
-}
 
 /// A running engine, which is shut down on drop.
 pub struct Engine {
@@ -97,14 +75,14 @@ impl Engine {
         let (sender, events) = channel();
         let cancel = CancelFlag::default();
         let traffic = &self.context().traffic;
-        let rows = request.rows.into_iter().chain(std::iter::repeat(Vec::new()));
-        let prompt = |(tokens, rows): (Vec<TokenId>, Vec<Vec<TokenId>>)| Prompt {
-            logprob_token_ids: rows.into(),
-            ..Prompt::from_tokens(tokens)
+        let (mut rows, mut images) = (request.rows.into_iter(), request.images.into_iter());
+        let prompt = |tokens: Vec<TokenId>| Prompt {
+            logprob_token_ids: rows.next().unwrap_or_default().into(),
+            ..Prompt::with_images(tokens, images.next().unwrap_or_default())
         };
         let request = ValidRequest {
             request_id: request.id,
-            prompts: request.prompts.into_iter().zip(rows).map(prompt).collect(),
+            prompts: request.prompts.into_iter().map(prompt).collect(),
             kind: request.kind,
             params: Arc::new(request.params),
             grammar: request.grammar,
@@ -164,6 +142,9 @@ impl Drop for Engine {
     }
 }
 
+/// A picture of a prompt, its placeholders, and the rows and columns of its tokens.
+pub type PlacedPicture = (Picture, Range<usize>, [usize; 2]);
+
 /// Builder of a request.
 #[derive(Clone)]
 pub struct Request {
@@ -171,6 +152,8 @@ pub struct Request {
     pub prompts: Vec<Vec<TokenId>>,
     /// `logprob_token_ids` of the first prompts.
     pub rows: Vec<Vec<Vec<TokenId>>>,
+    /// Images of the first prompts.
+    pub images: Vec<Vec<PlacedPicture>>,
     pub kind: RequestKind,
     pub params: SamplingParams,
     pub grammar: Option<Arc<Grammar>>,
@@ -197,6 +180,7 @@ impl Request {
             id,
             prompts,
             rows: Vec::new(),
+            images: Vec::new(),
             kind,
             params,
             grammar: None,

@@ -5,6 +5,7 @@ mod common;
 
 mod checkpoint;
 mod equalities;
+mod images;
 mod oracle;
 mod parity;
 mod speculation;

@@ -40,15 +40,15 @@ fn values(text: &str) -> u64 {
     1 + text.bytes().filter(|byte| matches!(byte, b'[' | b'{' | b',' | b':')).count() as u64
 }
 
-/// Checks a chat. Needs as many bytes as [`rendering_bytes`] says.
-pub(super) fn conversation(path: &str, chat: pb::Chat) -> Result<Conversation> {
+/// Checks a chat, for a model that takes images in messages or not. Needs as many bytes as [`rendering_bytes`] says.
+pub(super) fn conversation(path: &str, chat: pb::Chat, takes_images: bool) -> Result<Conversation> {
     let add_generation_prompt = chat.add_generation_prompt.unwrap_or(!chat.continue_final_message);
     if add_generation_prompt && chat.continue_final_message {
         let message = "cannot be combined with continue_final_message; send one of them";
         return Err(Error::invalid(format!("{path}.add_generation_prompt"), message));
     }
     Ok(Conversation {
-        messages: messages(path, chat.messages, &chat.messages_json)?,
+        messages: messages(path, chat.messages, &chat.messages_json, takes_images)?,
         tools: objects(&format!("{path}.tools_json"), &chat.tools_json)?,
         documents: objects(&format!("{path}.documents_json"), &chat.documents_json)?,
         arguments: arguments(&format!("{path}.template_arguments_json"), &chat.template_arguments_json)?,
@@ -57,7 +57,7 @@ pub(super) fn conversation(path: &str, chat: pb::Chat) -> Result<Conversation> {
     })
 }
 
-fn messages(path: &str, plain: Vec<pb::ChatMessage>, given: &str) -> Result<Vec<Value>> {
+fn messages(path: &str, plain: Vec<pb::ChatMessage>, given: &str, takes_images: bool) -> Result<Vec<Value>> {
     let name = if given.is_empty() { "messages" } else { "messages_json" };
     let path = format!("{path}.{name}");
     let messages: Vec<Value> = match (plain.is_empty(), given.is_empty()) {
@@ -69,12 +69,12 @@ fn messages(path: &str, plain: Vec<pb::ChatMessage>, given: &str) -> Result<Vec<
         },
     };
     ensure!(!messages.is_empty(), path, "is empty; give at least one message");
-    messages.into_iter().enumerate().map(|(i, value)| message(&format!("{path}[{i}]"), value)).collect()
+    messages.into_iter().enumerate().map(|(i, value)| message(&format!("{path}[{i}]"), value, takes_images)).collect()
 }
 
 /// A message as templates expect it: without members that are null, as those of OpenAI's answers are, and with what
 /// vLLM does to it.
-fn message(path: &str, value: Value) -> Result<Value> {
+fn message(path: &str, value: Value, takes_images: bool) -> Result<Value> {
     let Value::Object(mut members) = value else {
         return Err(Error::invalid(path, "is not an object; a message has role and content"));
     };
@@ -86,7 +86,7 @@ fn message(path: &str, value: Value) -> Result<Value> {
     if role == "user" && given == Some(Value::Null) {
         return Err(Error::invalid(format!("{path}.content"), "is null; give text"));
     }
-    let content = content(&format!("{path}.content"), given.unwrap_or_default())?;
+    let content = content(&format!("{path}.content"), given.unwrap_or_default(), takes_images)?;
     members.insert("content".into(), content);
     members.retain(|_, value| !value.is_null());
     for (name, why) in [("audio", "this model takes text"), ("function_call", "is no longer used; send tool_calls")] {
@@ -102,20 +102,20 @@ fn message(path: &str, value: Value) -> Result<Value> {
     Ok(Value::Object(members))
 }
 
-/// A text, or a list of parts, each of them a text.
-fn content(path: &str, given: Value) -> Result<Value> {
+/// A text, or a list of parts, each of them a text or an image.
+fn content(path: &str, given: Value, takes_images: bool) -> Result<Value> {
     match given {
         Value::Null => Ok(Value::String(String::new())),
         Value::String(text) => Ok(Value::String(text)),
         Value::Array(parts) => {
-            let part = |(i, value)| part(&format!("{path}[{i}]"), value);
+            let part = |(i, value)| part(&format!("{path}[{i}]"), value, takes_images);
             parts.into_iter().enumerate().map(part).collect::<Result<_>>().map(Value::Array)
         }
         _ => Err(Error::invalid(path, "is neither text nor null nor a list of parts")),
     }
 }
 
-fn part(path: &str, given: Value) -> Result<Value> {
+fn part(path: &str, given: Value, takes_images: bool) -> Result<Value> {
     let mut members = match given {
         Value::String(text) => return Ok(json!({ "type": "text", "text": text })),
         Value::Object(members) => members,
@@ -124,6 +124,12 @@ fn part(path: &str, given: Value) -> Result<Value> {
     let name = match members.get("type").map(|kind| kind.as_str()) {
         None | Some(Some("text" | "input_text" | "output_text")) => "text",
         Some(Some("refusal")) => "refusal",
+        Some(Some("image")) if takes_images => return Ok(json!({ "type": "image" })),
+        Some(Some("image_url")) if takes_images => {
+            let message =
+                "image_url: pixels come beside the chat, in the prompt's images; send a part of the type image";
+            return Err(Error::invalid(format!("{path}.type"), message));
+        }
         Some(kind) => {
             let kind = shown(kind.unwrap_or("not a text"), MAX_SHOWN);
             let message = format!("{kind}: this model takes text; send parts of the type text");

@@ -13,6 +13,7 @@ macro_rules! ensure {
 }
 
 mod chat;
+mod images;
 mod lifecycle;
 mod prompt;
 mod sampling;
@@ -151,13 +152,14 @@ pub(super) fn generate_sparing(
     })
 }
 
-pub(super) fn score(request: pb::ScoreRequest, model: &ModelFacts) -> Result<ValidRequest> {
+/// Checks a `ScoreRequest`. `charge` is the charge of the request's message.
+pub(super) fn score(request: pb::ScoreRequest, model: &ModelFacts, charge: &mut Charge) -> Result<ValidRequest> {
     check_versions(request.if_weight_version, request.min_weight_version)?;
     check_top_logprobs(request.top_logprobs, model)?;
     let params = sampling::for_score(&request.sampling.unwrap_or_default(), model)?;
     Ok(ValidRequest {
         request_id: request_id(String::new())?,
-        prompts: prompt::sequences(request.sequences, request.logprob_token_ids, model)?,
+        prompts: prompt::sequences(request.sequences, request.logprob_token_ids, request.images, model, charge)?,
         kind: RequestKind::Score,
         params: Arc::new(SamplingParams { top_logprobs: request.top_logprobs, ..params }),
         grammar: None,

@@ -2,7 +2,9 @@
 
 use std::sync::Arc;
 
-use super::{MAX_SAMPLES_PER_REQUEST, ModelFacts, chat, check_ids, check_logprob_token_ids, check_most, encoder, pb};
+use super::{
+    MAX_SAMPLES_PER_REQUEST, ModelFacts, chat, check_ids, check_logprob_token_ids, check_most, encoder, images, pb,
+};
 use crate::error::{Error, Result};
 use crate::memory::Charge;
 use crate::types::{Prompt, TokenId};
@@ -14,26 +16,32 @@ pub(super) fn prompts(prompts: Vec<pb::Prompt>, model: &ModelFacts, charge: &mut
 }
 
 /// Checks the sequences of a `ScoreRequest`. Each must fit into the context. `rows` are the `logprob_token_ids` of
-/// each.
+/// each, `images` the images.
 pub(super) fn sequences(
     sequences: Vec<pb::TokenIds>,
     rows: Vec<pb::TokenRows>,
+    images: Vec<pb::ImageList>,
     model: &ModelFacts,
+    charge: &mut Charge,
 ) -> Result<Vec<Prompt>> {
     ensure!(!sequences.is_empty(), "sequences", "is empty; give at least one sequence");
     check_most("sequences", sequences.len(), "sequences", MAX_SAMPLES_PER_REQUEST, "split the request")?;
     let (given, wanted) = (rows.len(), sequences.len());
     let is_complete = given == 0 || given == wanted;
     ensure!(is_complete, "logprob_token_ids", "{given} for {wanted} sequences; give one for each, or none");
-    let mut rows = rows.into_iter();
+    let (given, is_complete) = (images.len(), images.is_empty() || images.len() == wanted);
+    ensure!(is_complete, "images", "{given} lists for {wanted} sequences; give one for each, or none");
+    let (mut rows, mut images) = (rows.into_iter(), images.into_iter());
     let check = |(i, s): (usize, pb::TokenIds)| {
         let path = format!("sequences[{i}]");
         check_tokens(&path, &s.ids, model)?;
-        let (n, most) = (s.ids.len(), model.max_model_len);
+        let images = images.next().unwrap_or_default().images;
+        let prompt = images::place(&path, s.ids, &format!("images[{i}].images"), images, model, charge)?;
+        let (n, most) = (prompt.tokens.len(), model.max_model_len);
         ensure!(n <= most, path, "{n} tokens are more than the context of {most}");
         let named = rows.next().unwrap_or_default().rows;
         let logprob_token_ids = named_rows(&format!("logprob_token_ids[{i}].rows"), named, n, model)?;
-        Ok(Prompt { logprob_token_ids, ..Prompt::from_tokens(s.ids) })
+        Ok(Prompt { logprob_token_ids, ..prompt })
     };
     sequences.into_iter().enumerate().map(check).collect()
 }
@@ -70,7 +78,9 @@ fn encoded(
             let compiling = |source: &String| encoder.compiling_bytes(&format!("{path}.chat_template"), source);
             let bytes = chat::rendering_bytes(&chat) + own_template.as_ref().map_or(Ok(0), compiling)?;
             let traffic = charge.traffic().clone();
-            let render = || encoder.render(&path, own_template, chat::conversation(&path, chat)?, &traffic);
+            let takes_images = model.images.is_some();
+            let render =
+                || encoder.render(&path, own_template, chat::conversation(&path, chat, takes_images)?, &traffic);
             // What was made for the text is counted until it is encoded.
             let (text, _rendered) = charge.hold(bytes, render)??;
             let ids = encoder.encode_text(&path, &text, special.unwrap_or(false), most, charge)?;
@@ -84,6 +94,8 @@ fn encoded(
 fn prompt(path: &str, mut prompt: pb::Prompt, model: &ModelFacts, charge: &mut Charge) -> Result<Prompt> {
     let (named, rows_path) = (std::mem::take(&mut prompt.logprob_token_ids), format!("{path}.logprob_token_ids"));
     let (kept, keep_first) = (prompt.keep_tokens.map(|kept| kept as usize), prompt.keep_first);
+    let (images, images_path) = (std::mem::take(&mut prompt.images), format!("{path}.images"));
+    ensure!(images.is_empty() || kept.is_none(), images_path, "cannot be combined with keep_tokens; leave it unset");
     // A text that is cut may be longer than the context.
     let most = if kept.is_some() { usize::MAX } else { model.max_model_len };
     ensure!(kept != Some(0), format!("{path}.keep_tokens"), "0 tokens; keep at least 1");
@@ -94,10 +106,11 @@ fn prompt(path: &str, mut prompt: pb::Prompt, model: &ModelFacts, charge: &mut C
         None => {}
     }
     check_tokens(&path, &ids, model)?;
-    let (n, most) = (ids.len(), model.max_model_len);
+    let prompt = images::place(&path, ids, &images_path, images, model, charge)?;
+    let (n, most) = (prompt.tokens.len(), model.max_model_len);
     ensure!(n < most, path, "{n} tokens leave no room for one more in the context of {most}; shorten the prompt");
     let logprob_token_ids = named_rows(&rows_path, named, n, model)?;
-    Ok(Prompt { logprob_token_ids, ..Prompt::from_tokens(ids) })
+    Ok(Prompt { logprob_token_ids, ..prompt })
 }
 
 /// Checks the rows of tokens to report beside the last ones of a prompt of `n` tokens.

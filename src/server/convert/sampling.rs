@@ -165,6 +165,8 @@ fn logit_bias(p: &pb::SamplingParams, model: &ModelFacts) -> Result<Vec<(TokenId
     for &(token, value) in &bias {
         let (path, vocab_size) = (|| format!("sampling.logit_bias[{token}]"), model.vocab_size);
         ensure!((token as usize) < vocab_size, path(), "{token} is not below the vocabulary size {vocab_size}");
+        let is_forbidden = value != 0.0 && model.forbidden_tokens().contains(&token);
+        ensure!(!is_forbidden, path(), "no sample has this placeholder of an image or video; leave it out");
         ensure!(value.abs() <= MAX_LOGIT_BIAS, path(), "{value} is not a number in [-1e9, 1e9]");
     }
     Ok(bias)
@@ -238,7 +240,8 @@ fn check_satisfiable(params: &SamplingParams, model: &ModelFacts) -> Result<()> 
     let ends =
         |t: &TokenId| params.eos_token_ids.binary_search(t).is_ok() || params.stop_token_ids.binary_search(t).is_ok();
     let bad = params.bad_after(&[], &[]);
-    let is_banned = |t: &TokenId| params.min_tokens > 0 && ends(t) || bad.contains(t);
+    let forbidden = model.forbidden_tokens();
+    let is_banned = |t: &TokenId| params.min_tokens > 0 && ends(t) || bad.contains(t) || forbidden.contains(t);
     let (field, possible) = match &params.allowed_tokens {
         Some(allowed) => ("sampling.allowed_token_ids", !allowed.iter().all(is_banned)),
         None => ("sampling.stop_token_ids", !(0..model.vocab_size as TokenId).all(|t| is_banned(&t))),

@@ -9,7 +9,7 @@ use super::status::to_status;
 use crate::engine::{Command, EngineStatus};
 use crate::memory::{MemoryReport, MemoryUse, resident_bytes};
 use crate::server::calls::ask;
-use crate::server::{ServerState, ServingContext, convert, lifecycle, pb};
+use crate::server::{ImageRules, ServerState, ServingContext, convert, lifecycle, pb};
 
 pub(super) struct ControlService {
     server: ServerState,
@@ -99,9 +99,20 @@ fn info_response(context: &ServingContext) -> pb::GetInfoResponse {
         vocab_size: count(model.vocab_size),
         max_model_len: count(model.max_model_len),
         eos_token_ids: model.eos_token_ids.clone(),
+        images: model.images.as_ref().map(image_info),
         has_tokenizer: model.encoder.is_some(),
         has_chat_template: model.encoder.as_ref().is_some_and(|e| e.chat_template.is_some()),
         ..context.info.clone()
+    }
+}
+
+fn image_info(rules: &ImageRules) -> pb::ImageInfo {
+    pb::ImageInfo {
+        most_per_prompt: count(rules.most_per_prompt),
+        most_tokens: count(rules.most_tokens),
+        token_side: count(rules.vision.token_side()),
+        placeholder: rules.vision.image_token,
+        forbidden_token_ids: rules.vision.forbidden_tokens.clone(),
     }
 }
 

@@ -7,7 +7,7 @@ use crate::engine::{Completion, Event, Summary, ValidRequest};
 use crate::error::{Error, Result};
 use crate::server::pb;
 use crate::server::replies::Writer;
-use crate::types::{FinishReason, Prompt, TokenId, TokenLogprobs, WeightVersion};
+use crate::types::{FinishReason, Prompt, PromptImage, TokenId, TokenLogprobs, WeightVersion};
 use pb::generate_response::Event as Message;
 
 /// Tokens of a sequence in one message of scores: 0.8 MB with 100 most likely tokens at each position.
@@ -92,7 +92,8 @@ impl Writer for GenerateWriter {
         let mut push = |event| out.push_back(pb::GenerateResponse { event: Some(event) });
         if let Some((prompt_index, prompt)) = &prompt {
             let (prompt_index, token_ids) = (*prompt_index, prompt.tokens.to_vec());
-            push(Message::Prompt(pb::PromptTokens { prompt_index, token_ids }));
+            let images = prompt.images.iter().map(prompt_image).collect();
+            push(Message::Prompt(pb::PromptTokens { prompt_index, token_ids, images }));
         }
         match event {
             Event::Token { prompt_index, sample_index, logprobs, text, .. } => push(Message::Delta(pb::TokenDelta {
@@ -123,6 +124,16 @@ impl Writer for GenerateWriter {
             Event::Failed(error) => return Err(error),
         }
         Ok(None)
+    }
+}
+
+fn prompt_image(image: &PromptImage) -> pb::PromptImage {
+    pb::PromptImage {
+        hash: image.picture.hash().0.to_vec(),
+        width: image.picture.width(),
+        height: image.picture.height(),
+        first_token: image.placeholders.start as u32,
+        tokens: image.placeholders.len() as u32,
     }
 }
 

@@ -60,7 +60,7 @@ impl pb::rollout_server::Rollout for RolloutService {
     }
 
     async fn score(&self, request: Request<pb::ScoreRequest>) -> Answer<Self::ScoreStream> {
-        let convert = |message, model: &ModelFacts, _: &mut Charge| convert::score(message, model);
+        let convert = convert::score;
         let takes_long = request.get_ref().encoded_len() > INLINE_PARSE_BYTES;
         self.start(request, takes_long, convert, ScoreWriter::new).await
     }

@@ -18,12 +18,13 @@ const MAX_NAME_BYTES: usize = 256;
 #[derive(Serialize, ToSchema)]
 pub(super) struct ModelList {
     object: &'static str,
-    data: Vec<Model>,
+    data: Vec<ListedModel>,
 }
 
 /// The policy, or a resident adapter.
 #[derive(Serialize, ToSchema)]
-pub(super) struct Model {
+#[schema(as = Model)]
+pub(super) struct ListedModel {
     id: String,
     object: &'static str,
     /// When the server started, or for an adapter too, in seconds since 1970.
@@ -48,8 +49,8 @@ pub(super) async fn models(State(app): State<AppState>) -> HttpResult<Json<Model
 
 /// One of the models.
 #[utoipa::path(get, path = "/v1/models/{*id}", params(("id" = String, Path, description = "an id of `/v1/models`")),
-    responses((status = 200, body = Model), (status = 404, description = "no model has this id"), (status = 503)))]
-pub(super) async fn model(State(app): State<AppState>, Path(id): Path<String>) -> HttpResult<Json<Model>> {
+    responses((status = 200, body = ListedModel), (status = 404, description = "no model has this id"), (status = 503)))]
+pub(super) async fn model(State(app): State<AppState>, Path(id): Path<String>) -> HttpResult<Json<ListedModel>> {
     let context = app.server.context()?;
     let found = list(&app, &context).await?.into_iter().find(|model| model.id == id || model.id == format!("/{id}"));
     match found {
@@ -58,8 +59,8 @@ pub(super) async fn model(State(app): State<AppState>, Path(id): Path<String>) -
     }
 }
 
-async fn list(app: &AppState, context: &ServingContext) -> Result<Vec<Model>> {
-    let model = |id: &str, root: &str, parent: Option<String>, max_model_len| Model {
+async fn list(app: &AppState, context: &ServingContext) -> Result<Vec<ListedModel>> {
+    let model = |id: &str, root: &str, parent: Option<String>, max_model_len| ListedModel {
         id: id.to_owned(),
         object: "model",
         created: app.server.observer.timeline.origin_unix() / 1_000_000_000,

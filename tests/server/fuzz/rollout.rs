@@ -74,7 +74,20 @@ fn prompt(dice: &mut Dice) -> pb::Prompt {
     let keep_tokens = if dice.one_in(4) { Some(dice.between(1, 9)) } else { None };
     let logprob_token_ids = if dice.one_in(6) { token_rows(dice) } else { Vec::new() };
     let (add_special_tokens, keep_first) = (dice.maybe(Dice::coin), dice.coin());
-    pb::Prompt { kind, add_special_tokens, sampling, keep_tokens, keep_first, logprob_token_ids }
+    let images = if dice.one_in(12) { (0..dice.below(4)).map(|_| image(dice)).collect() } else { Vec::new() };
+    pb::Prompt { kind, add_special_tokens, sampling, keep_tokens, keep_first, logprob_token_ids, images }
+}
+
+fn image(dice: &mut Dice) -> pb::Image {
+    let [width, height] = [0, 1].map(|_| if dice.one_in(8) { u32::MAX } else { 28 * dice.below(4) as u32 });
+    // A sender may declare far more than it sends.
+    let bytes = if dice.coin() { 3 * width.min(84) * height.min(84) } else { dice.below(3001) as u32 };
+    let rgb = vec![7; bytes as usize];
+    let source = match dice.one_in(4) {
+        true => pb::image::Source::Encoded(dice.text().into_bytes()),
+        false => pb::image::Source::Pixels(pb::Pixels { width, height, rgb }),
+    };
+    pb::Image { source: (!dice.one_in(8)).then_some(source) }
 }
 
 /// Tokens to report beside the last ones of a prompt.
@@ -272,6 +285,7 @@ pub fn score(dice: &mut Dice) -> Call {
         if_weight_version: if dice.one_in(8) { dice.maybe(Dice::u64) } else { None },
         min_weight_version: if dice.one_in(8) { dice.maybe(Dice::u64) } else { None },
         sampling: dice.coin().then_some(sampling),
+        images: Vec::new(),
     };
     let mut call = call(dice, SCORE, &request);
     if request.min_weight_version.is_some() {

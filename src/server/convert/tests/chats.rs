@@ -12,7 +12,7 @@ fn chat(messages: Value) -> pb::Chat {
 }
 
 fn valid(chat: pb::Chat) -> Conversation {
-    conversation("chat", chat).expect("valid")
+    conversation("chat", chat, false).expect("valid")
 }
 
 fn message(message: Value) -> Value {
@@ -20,7 +20,7 @@ fn message(message: Value) -> Value {
 }
 
 fn refused(chat: pb::Chat) -> (String, String) {
-    match conversation("chat", chat) {
+    match conversation("chat", chat, false) {
         Err(Error::InvalidArgument { field, message }) => (field, message),
         other => panic!("{other:?}"),
     }

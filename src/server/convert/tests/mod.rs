@@ -1,4 +1,5 @@
 mod chats;
+mod images;
 mod requests;
 mod texts;
 
@@ -11,7 +12,16 @@ fn generate(request: pb::GenerateRequest, model: &ModelFacts) -> Result<ValidReq
     super::generate(request, model, &mut Traffic::new(1 << 20).charge_always(0))
 }
 
+fn score(request: pb::ScoreRequest, model: &ModelFacts) -> Result<ValidRequest> {
+    super::score(request, model, &mut Traffic::new(1 << 20).charge_always(0))
+}
+
 /// A model with a vocabulary of 100 and a context of 8, in which token 99 ends a sequence.
 fn model() -> ModelFacts {
-    ModelFacts { vocab_size: 100, max_model_len: 8, eos_token_ids: vec![99], ..Default::default() }
+    model_of(8)
+}
+
+/// As [`model`], with a context of so many tokens.
+fn model_of(max_model_len: usize) -> ModelFacts {
+    ModelFacts { vocab_size: 100, max_model_len, eos_token_ids: vec![99], ..Default::default() }
 }

@@ -2,8 +2,8 @@
 
 use std::time::Duration;
 
-use super::super::{RequestKind, abort, score};
-use super::{generate, model};
+use super::super::{RequestKind, abort};
+use super::{generate, model, score};
 use crate::engine::AbortTarget;
 use crate::error::Error;
 use crate::server::pb;

@@ -50,7 +50,7 @@ fn write(writer: &mut GenerateWriter, event: Event) -> Vec<Message> {
 }
 
 fn sent_back() -> Message {
-    Message::Prompt(pb::PromptTokens { prompt_index: 0, token_ids: vec![10, 11, 12] })
+    Message::Prompt(pb::PromptTokens { prompt_index: 0, token_ids: vec![10, 11, 12], images: Vec::new() })
 }
 
 fn completion() -> Completion {
@@ -196,7 +196,7 @@ fn the_summary_ends_the_reply() {
 fn scorer() -> ScoreWriter {
     let sequences = vec![pb::TokenIds { ids: vec![10, 11] }, pb::TokenIds { ids: vec![20] }];
     let request = pb::ScoreRequest { sequences, top_logprobs: 2, ..Default::default() };
-    ScoreWriter::new(&score(request, &model()).expect("valid"))
+    ScoreWriter::new(&score(request, &model(), &mut Traffic::new(1 << 20).charge_always(0)).expect("valid"))
 }
 
 fn scored(prompt_index: u32, logprobs: Vec<TokenLogprobs>) -> Event {
@@ -223,7 +223,10 @@ fn a_long_sequence_s_scores_are_several_messages() {
     let model = ModelFacts { max_model_len: 3000, ..model() };
     let ids: Vec<u32> = (0..2500).map(|i| i % 90).collect();
     let request = pb::ScoreRequest { sequences: vec![pb::TokenIds { ids: ids.clone() }], ..Default::default() };
-    let (mut writer, mut out) = (ScoreWriter::new(&score(request, &model).expect("valid")), VecDeque::new());
+    let (mut writer, mut out) = (
+        ScoreWriter::new(&score(request, &model, &mut Traffic::new(1 << 20).charge_always(0)).expect("valid")),
+        VecDeque::new(),
+    );
     let logprobs = ids[1..].iter().map(|&id| token(id)).collect();
     assert!(matches!(writer.write(scored(0, logprobs), &mut out), Ok(None)));
     assert_eq!(out.iter().map(|s| s.start).collect::<Vec<_>>(), [0, 1024, 2048]);
