@@ -28,11 +28,12 @@ LAYERS = [
     ["_connection", "_cuda_ipc", "_session"],
     ["_senders", "_channel"],
     ["_convert", "_http2", "_timeline"],
-    ["_convert_weights", "_tls_socket"],
+    ["_convert_images", "_convert_weights", "_tls_socket"],
     ["_fields", "_proto", "_tls", "options"],
     ["_adapter_directory", "_delta", "_lora", "_progress", "_segment"],
     ["_model", "_tensors"],
     ["types", "_driver", "_token", "_die_with_parent"],
+    ["images"],
     ["errors"],
 ]
 

@@ -25,6 +25,7 @@ from .errors import (
     Unauthenticated,
     Unavailable,
 )
+from .images import ImageInfo, ImageInput, Pixels, PromptImage, processed_pixels
 from .options import (
     BeginPushOptions,
     GenerateOptions,
@@ -97,6 +98,8 @@ __all__ = [
     "GenerateOptions",
     "GenerateStream",
     "GenerateStreamOptions",
+    "ImageInfo",
+    "ImageInput",
     "Internal",
     "InvalidArgument",
     "Lifecycle",
@@ -108,6 +111,8 @@ __all__ = [
     "ParameterInfo",
     "PermissionDenied",
     "PhaseTime",
+    "Pixels",
+    "PromptImage",
     "PromptInput",
     "PromptLogprobs",
     "PromptOutput",
@@ -149,4 +154,5 @@ __all__ = [
     "checksum_of",
     "clean_stale_segments",
     "make_delta",
+    "processed_pixels",
 ]

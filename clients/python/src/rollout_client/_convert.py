@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from . import _proto
+from ._convert_images import image_info, prompt_image, set_images
 from ._convert_weights import LIFECYCLES, asleep, open_update
 from ._fields import extend, known, set_field, set_rows
 from .errors import Internal, InvalidArgument
@@ -93,6 +94,7 @@ def generate_request(
     extend(request.logprob_token_ids, options.get("logprob_token_ids", ()), "logprob_token_ids")
     fields = [prompt.logprob_token_ids for prompt in request.prompts]
     set_rows(fields, options.get("prompt_logprob_token_ids", ()), "prompt_logprob_token_ids")
+    set_images([prompt.images for prompt in request.prompts], options.get("images", ()))
     _set_request_options(request, options)
     return request
 
@@ -111,6 +113,9 @@ def score_request(sequences: Sequence[TokenIds], options: ScoreOptions) -> Any:
     rows = options.get("prompt_logprob_token_ids", ())
     if len(rows):
         set_rows([request.logprob_token_ids.add().rows for _ in request.sequences], rows, "prompt_logprob_token_ids")
+    images = options.get("images", ())
+    if len(images):
+        set_images([request.images.add().images for _ in request.sequences], images)
     _set_request_options(request, options)
     return request
 
@@ -319,7 +324,8 @@ def stream_event(response: Any) -> StreamEvent | None:
     if kind == "delta":
         return _token_delta(response.delta)
     if kind == "prompt":
-        return PromptTokens(response.prompt.prompt_index, list(response.prompt.token_ids))
+        prompt = response.prompt
+        return PromptTokens(prompt.prompt_index, list(prompt.token_ids), [prompt_image(i) for i in prompt.images])
     if kind == "prompt_logprobs":
         return _prompt_logprobs(response.prompt_logprobs)
     if kind == "summary":
@@ -341,7 +347,7 @@ class Collector:
         """`n` samples of each of `num_prompts` prompts are expected."""
         self._num_prompts, self._n = num_prompts, n
         self._samples: dict[tuple[int, int], Sample] = {}
-        self._prompts: dict[int, list[int]] = {}
+        self._prompts: dict[int, PromptTokens] = {}
         self._prompt_logprobs: dict[int, PromptLogprobs] = {}
 
     def add(self, event: StreamEvent) -> None:
@@ -349,7 +355,7 @@ class Collector:
         if isinstance(event, Sample):
             self._samples[event.prompt_index, event.sample_index] = event
         elif isinstance(event, PromptTokens):
-            self._prompts[event.prompt_index] = event.token_ids
+            self._prompts[event.prompt_index] = event
         elif isinstance(event, PromptLogprobs):
             self._prompt_logprobs[event.prompt_index] = event
 
@@ -370,9 +376,10 @@ class Collector:
         return [
             PromptOutput(
                 prompt_index=p,
-                prompt_token_ids=self._prompts[p],
+                prompt_token_ids=self._prompts[p].token_ids,
                 samples=[self._samples[p, s] for s in range(self._n)],
                 prompt_logprobs=self._prompt_logprobs.get(p),
+                images=self._prompts[p].images,
             )
             for p in range(self._num_prompts)
         ]
@@ -408,7 +415,8 @@ def server_info(response: Any) -> ServerInfo:
     """The facts of a `GetInfoResponse`."""
     values = {name: getattr(response, name) for name in ServerInfo.__dataclass_fields__}
     lists = {name: list(values[name]) for name in ("eos_token_ids", "device_uuids")}
-    return ServerInfo(**{**values, **lists})
+    images = image_info(response.images) if response.HasField("images") else None
+    return ServerInfo(**{**values, **lists, "images": images})
 
 
 def server_status(response: Any) -> ServerStatus:

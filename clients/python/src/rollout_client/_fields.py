@@ -27,16 +27,16 @@ def extend(field: Any, values: Any, path: str) -> None:
         raise InvalidArgument(f"{path}: {error}") from None
 
 
-def rows_of_each(given: Sequence[Sequence[TokenIds]], count: int, path: str) -> Sequence[Sequence[TokenIds]]:
-    """The rows of tokens of each of `count` prompts or sequences; raises `InvalidArgument` if only some have rows."""
+def of_each(given: Sequence[Any], count: int, path: str) -> Sequence[Any]:
+    """The list of each of `count` prompts or sequences; raises `InvalidArgument` if only some are given."""
     if len(given) not in (0, count):
-        raise InvalidArgument(f"{path}: {len(given)} for {count} prompts; give a list of rows for each")
+        raise InvalidArgument(f"{path}: {len(given)} for {count} prompts; give a list for each")
     return given if len(given) else [()] * count
 
 
 def set_rows(fields: Sequence[Any], given: Sequence[Sequence[TokenIds]], path: str) -> None:
     """Sets the rows of tokens of each prompt or sequence."""
-    for i, (field, rows) in enumerate(zip(fields, rows_of_each(given, len(fields), path), strict=True)):
+    for i, (field, rows) in enumerate(zip(fields, of_each(given, len(fields), path), strict=True)):
         for j, row in enumerate(rows):
             if isinstance(row, (int, np.integer)):
                 raise InvalidArgument(f"{path}[{i}][{j}]: expected a row of token ids, got {row!r}")

@@ -62,6 +62,7 @@ LIST_ADAPTERS = _method("Weights", "ListAdapters")
 REMOVE_ADAPTER = _method("Weights", "RemoveAdapter")
 
 Prompt = message("Prompt")
+Pixels = message("Pixels")
 SamplingParamsMessage = message("SamplingParams")
 UpdateHeader = message("Header")
 Manifest = message("Manifest")

@@ -13,6 +13,7 @@ from typing import Any, Literal, TypedDict
 from ._progress import ProgressArgument, SampleProgressArgument
 from ._segment import SharedBuffer
 from .errors import InvalidArgument
+from .images import ImageInput
 from .types import RunningPolicy, SamplingParams, TokenIds
 
 
@@ -35,6 +36,9 @@ class RequestOptions(CallOptions, total=False):
     """For each prompt (of `score`: each sequence) rows of tokens, at most 128 in a row, whose log-probabilities are
     also returned: the last row beside the prompt's last token, the row before it beside the token before, and so on;
     an empty list for a prompt without rows; default ()."""
+    images: Sequence[Sequence[ImageInput] | None]
+    """For each prompt (of `score`: each sequence) its images, in the order of their placeholders; None for a prompt
+    without. `rollout_client.processed_pixels` makes them as a trainer's processor does; default ()."""
     adapter: str | None
     """Name of a resident adapter to use; None, the default, uses the policy itself."""
     if_weight_version: int | None

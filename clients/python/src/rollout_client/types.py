@@ -13,10 +13,11 @@ from typing import Any, Literal, TypedDict
 import numpy as np
 import numpy.typing as npt
 
+from .images import ImageInfo, PromptImage
+
 ChatMessage = Mapping[str, Any]
-"""One message of a chat prompt, as in OpenAI's API and chat templates: `role`, `content` (text, None or a list of text
-parts), and other keys that the template uses (`tool_calls`, `tool_call_id`, `name`, `reasoning_content`). Message
-objects of the `openai` package work too, in a `Chat` or after a first message that is a dict."""
+"""A chat message as templates take it: `role`, `content` (text, None or a list of parts of text and images), and other
+keys of the template. Message objects of the `openai` package work too, in a `Chat` or after a first message as dict."""
 
 
 @dataclass(frozen=True)
@@ -58,8 +59,7 @@ class FinishReason(str, Enum):
     LENGTH = "length"
     """`max_tokens` or the context length was reached."""
     GRAMMAR = "grammar"
-    """No token may follow: the text is complete for `structured_outputs` and no end token can be sampled (`ignore_eos`,
-    `min_tokens`, a model without one), or other parameters exclude every token that the grammar allows."""
+    """No token may follow: the text is complete for `structured_outputs` and no end token can be sampled."""
     ABORTED = "aborted"
     """Ended by `abort`, a timeout, a push, pause or sleep with `"abort"`, or a shutdown. Its tokens are valid."""
 
@@ -116,8 +116,8 @@ class SamplingParams:
     ignore_eos: bool = False
     """Do not end samples at the model's end-of-sequence tokens."""
     seed: int | None = None
-    """Each sample's seed is derived from this one and the indices of its prompt and sample; the first sample of the
-    first prompt uses it unchanged. None lets the server choose. `SamplingInput` explains seeds in a list."""
+    """Each sample's seed is derived from it and the indices of its prompt and sample; the first sample of the first
+    prompt uses it unchanged. None lets the server choose. `SamplingInput` explains seeds in a list."""
     structured_outputs: StructuredOutputs | None = None
     """A constraint on the text; None allows any text."""
     skip_special_tokens: bool = True
@@ -154,7 +154,6 @@ class Sample:
     """One completion of one prompt."""
 
     prompt_index: int
-    """Index of the prompt in the request."""
     sample_index: int
     """Index of the sample in its group, `[0, n)`."""
     token_ids: list[int]
@@ -185,6 +184,7 @@ class PromptTokens:
     prompt_index: int
     token_ids: list[int]
     """`[P]`."""
+    images: list[PromptImage] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -215,6 +215,7 @@ class PromptOutput:
     """`[n]`, by `sample_index`."""
     prompt_logprobs: PromptLogprobs | None
     """None unless `prompt_logprobs` or `prompt_logprob_token_ids` was requested."""
+    images: list[PromptImage] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -306,6 +307,7 @@ class ServerInfo:
     """UUIDs of the GPUs that the server computes on, whose memory pushes may share; empty on the CPU."""
     batch_invariant: bool
     """Whether results have the same bits in every batch: false with `--attention flash` and `--all-reduce nccl`."""
+    images: ImageInfo | None = None
 
 
 class Lifecycle(str, Enum):
@@ -406,11 +408,10 @@ class ParameterInfo:
 
 @dataclass(frozen=True)
 class AdapterInfo:
-    """A resident adapter."""
+    """A resident adapter, whose generation is never reused."""
 
     name: str
     generation: int
-    """Never reused."""
     rank: int
     bytes: int
     leases: int
@@ -447,7 +448,6 @@ class OpenUpdate:
     adapter: str | None
     """Name of the adapter that becomes resident. Also None if the caller's token has the role `generate`."""
     new_version: int | None
-    """The version that its sender set."""
     open_seconds: float
     idle_seconds: float
     """Since the server last received a part of it, or worked on it."""

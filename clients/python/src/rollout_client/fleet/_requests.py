@@ -16,7 +16,7 @@ import numpy as np
 
 from .._channel import call_timeout, generate_timeouts
 from .._convert import new_request_id
-from .._fields import rows_of_each
+from .._fields import of_each
 from .._progress import SampleProgress
 from ..aio import AsyncRolloutClient
 from ..errors import (
@@ -54,11 +54,11 @@ MAX_ATTEMPTS = 4
 
 _ABORT_AGAIN_SECONDS = 0.05
 
-# The option that has a list for each prompt or sequence of the call.
-_ROWS = "prompt_logprob_token_ids"
+# The options that have a list for each prompt or sequence of the call.
+_OF_EACH = ("prompt_logprob_token_ids", "images")
 
 # The path in an error of a server, which has only one prompt or sequence of the call.
-_FIRST = re.compile(r"^(prompts|sequences|logprob_token_ids(?=\[0\]\.rows))\[0\]")
+_FIRST = re.compile(r"^(prompts|sequences|images|logprob_token_ids(?=\[0\]\.rows))\[0\]")
 
 _T = TypeVar("_T")
 
@@ -122,13 +122,13 @@ class Requests:
         each, options = _sampling_of_prompts(len(prompts), sampling), dict(options)
         limit, _ = generate_timeouts(options.pop("timeout", None), self._timeout)
         progress = SampleProgress(len(prompts) * n, options.pop("progress", False))
-        rows = rows_of_each(options.pop(_ROWS, ()), len(prompts), _ROWS)
+        lists = {name: of_each(options.pop(name, ()), len(prompts), name) for name in _OF_EACH}
 
         async def group(index: int, prompt: PromptInput) -> PromptOutput:
             params = each[index]
 
             async def send(client: AsyncRolloutClient, request_id: str, version: int) -> PromptOutput:
-                own = {"request_id": request_id, "timeout": call.left(), _ROWS: [rows[index]]}
+                own = {"request_id": request_id, "timeout": call.left()} | _of_one(lists, index)
                 asked = _versioned(options, version) | own
                 (output,) = await client.generate([prompt], n, params, **asked)
                 return output
@@ -151,11 +151,11 @@ class Requests:
         if not sequences:
             raise InvalidArgument("sequences: is empty; give at least one sequence")
         limit = call_timeout(options.pop("timeout", None), self._timeout)
-        rows = rows_of_each(options.pop(_ROWS, ()), len(sequences), _ROWS)
+        lists = {name: of_each(options.pop(name, ()), len(sequences), name) for name in _OF_EACH}
 
         async def one(index: int, sequence: TokenIds) -> Score:
             async def send(client: AsyncRolloutClient, request_id: str, version: int) -> Score:
-                asked = _versioned(options, version) | {"timeout": call.left(), _ROWS: [rows[index]]}
+                asked = _versioned(options, version) | {"timeout": call.left()} | _of_one(lists, index)
                 (score,) = await client.score([sequence], **asked)
                 return score
 
@@ -362,6 +362,11 @@ async def _abort_on(replica: Replica, requests: dict[str, FleetCall]) -> AbortRe
         if not requests:
             return result
         await asyncio.sleep(_ABORT_AGAIN_SECONDS)
+
+
+def _of_one(lists: Mapping[str, Sequence[Any]], index: int) -> dict[str, Any]:
+    """The options with the lists of one prompt or sequence."""
+    return {name: [given[index]] for name, given in lists.items()}
 
 
 def _versioned(options: dict[str, Any], version: int) -> dict[str, Any]:

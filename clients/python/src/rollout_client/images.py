@@ -1,0 +1,124 @@
+"""Images of prompts: the pixels that the trainer's processor makes, sent exactly."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from .errors import InvalidArgument
+
+_RGB = 3
+_LARGEST = np.float32(255)
+# Processors that divide by 255 before they normalise are off by a unit of float32.
+_TOLERANCE = 1e-6
+
+
+@dataclass(frozen=True)
+class Pixels:
+    """8-bit RGB pixels that have their final size; the server normalises them as the trainer's processor does."""
+
+    width: int
+    height: int
+    rgb: bytes
+    """Three bytes a pixel, row by row."""
+
+    @staticmethod
+    def of(image: Any, path: str = "image") -> Pixels:
+        """The pixels of an array `[height, width, 3]` of uint8, such as a PIL image that has its final size.
+
+        Raises:
+            InvalidArgument: the array has another shape or type; the message starts with `path`.
+        """
+        if isinstance(image, Pixels):
+            return image
+        array = np.asarray(image)
+        if array.dtype != np.uint8 or array.shape[2:] != (_RGB,):
+            raise InvalidArgument(
+                f"{path}: expected 8-bit RGB [height, width, 3], got {array.dtype} of shape {list(array.shape)}; "
+                "processed_pixels takes images of other forms"
+            )
+        height, width, _ = array.shape
+        return Pixels(width, height, np.ascontiguousarray(array).tobytes())
+
+
+@dataclass(frozen=True)
+class PromptImage:
+    """An image of a prompt, as the model saw it."""
+
+    hash: str
+    """SHA-256 of its size and pixels, in hexadecimal."""
+    width: int
+    height: int
+    first_token: int
+    """Index of its first token in the prompt."""
+    tokens: int
+
+
+@dataclass(frozen=True)
+class ImageInfo:
+    """How a model takes images in prompts."""
+
+    most_per_prompt: int
+    most_tokens: int
+    """Most tokens of an image."""
+    token_side: int
+    """Pixels of the side of a token: width and height of an image are multiples of it."""
+    placeholder: int
+    """The token that stands for one token of an image."""
+    forbidden_token_ids: list[int]
+    """Tokens that no sample has: placeholders of images and videos."""
+
+
+ImageInput = Pixels | npt.NDArray[np.uint8] | bytes | Any
+"""An image with its final size: `Pixels`, or an array `[height, width, 3]` of uint8, such as a PIL image. Bytes are a
+PNG or JPEG file, which the server decodes and resizes."""
+
+
+def processed_pixels(images: Sequence[Any], processor: Any) -> list[Pixels]:
+    """The pixels that a processor of transformers makes of images, before it normalises them.
+
+    These are the pixels that a trainer scores with, exactly: they are computed back from the processor's `pixel_values`
+    and checked by normalising them again.
+
+    Args:
+        images: images of any form that the processor takes.
+        processor: the processor of a Qwen2.5-VL model, or its image processor.
+
+    Raises:
+        InvalidArgument: `pixel_values` are not normalised 8-bit pixels, or not of Qwen's layout.
+    """
+    processor = getattr(processor, "image_processor", processor)
+    out = processor(images=list(images), return_tensors="np")
+    if "image_grid_thw" not in out:
+        raise InvalidArgument("processor: gives no image_grid_thw; only processors of Qwen2.5-VL are supported")
+    values, first, pixels = np.asarray(out["pixel_values"], np.float32), 0, []
+    for frames, rows, columns in np.asarray(out["image_grid_thw"]).tolist():
+        count = frames * rows * columns
+        pixels.append(_unpatched(values[first : first + count], rows, columns, processor))
+        first += count
+    return pixels
+
+
+def _unpatched(patches: npt.NDArray[np.float32], rows: int, columns: int, processor: Any) -> Pixels:
+    """The pixels of patches `[rows * columns, 3 * frames * side * side]`, which are in blocks of merged ones."""
+    side, merge, frames = processor.patch_size, processor.merge_size, processor.temporal_patch_size
+    shape = (rows // merge, columns // merge, merge, merge, _RGB, frames, side, side)
+    if patches.size != np.prod(shape):
+        raise InvalidArgument(f"processor: {patches.shape} patches for {rows} x {columns}; a video is not supported")
+    blocks = patches.reshape(shape)
+    if not all(np.array_equal(blocks[..., 0, :, :], blocks[..., frame, :, :]) for frame in range(1, frames)):
+        raise InvalidArgument("processor: the frames of an image differ; a video is not supported")
+    values = blocks[..., 0, :, :].transpose(0, 2, 5, 1, 3, 6, 4).reshape(rows * side, columns * side, _RGB)
+    mean, std = (np.asarray(x, np.float32) * _LARGEST for x in (processor.image_mean, processor.image_std))
+    rgb = np.rint(values * std + mean)
+    again = (rgb.astype(np.float32) - mean) / std
+    if rgb.min() < 0 or rgb.max() > _LARGEST or np.abs(again - values).max() > _TOLERANCE:
+        raise InvalidArgument(
+            "processor: pixel_values are not 8-bit pixels normalised by image_mean and image_std; "
+            "use a processor that rescales by 1/255 and normalises"
+        )
+    return Pixels.of(rgb.astype(np.uint8))

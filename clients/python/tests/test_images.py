@@ -1,0 +1,222 @@
+"""Prompts with images, against a real server of a tiny Qwen2.5-VL and transformers' results."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import zlib
+
+import numpy as np
+import pytest
+
+from models import DTYPES, read_model, read_safetensors
+from rollout_client import InvalidArgument, Pixels, SamplingParams, processed_pixels
+from serving import FIXTURES, PUSH_MODEL, server
+
+MODEL = FIXTURES / "qwen2_5_vl"
+CONFIG = json.loads((MODEL / "config.json").read_text())
+PAD = CONFIG["image_token_id"]
+SIDE, PATCH, MERGE, FRAMES = 28, 14, 2, 2
+DTYPES["U8"] = np.uint8
+
+
+class Processor:
+    """As an image processor of Qwen2.5-VL, for images that need no resize."""
+
+    patch_size, merge_size, temporal_patch_size = PATCH, MERGE, FRAMES
+    image_mean, image_std = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
+
+    def __call__(self, images, return_tensors):
+        assert return_tensors == "np"
+        patches, grids = zip(*map(self.patches, images), strict=True)
+        return {"pixel_values": np.concatenate(patches), "image_grid_thw": np.array(grids)}
+
+    def patches(self, image):
+        mean, std = (np.float32(x) * np.float32(255) for x in (self.image_mean, self.image_std))
+        chw = ((image.astype(np.float32) - mean) / std).transpose(2, 0, 1)
+        _, height, width = chw.shape
+        x = chw.reshape(3, height // SIDE, MERGE, PATCH, width // SIDE, MERGE, PATCH).transpose(1, 4, 2, 5, 0, 3, 6)
+        x = np.repeat(x[:, :, :, :, :, None], FRAMES, axis=5)
+        return x.reshape(-1, 3 * FRAMES * PATCH * PATCH), (1, height // PATCH, width // PATCH)
+
+
+@pytest.fixture(scope="module")
+def client(pytestconfig):
+    with server(pytestconfig.getoption("--server"), MODEL, "--limit-mm-per-prompt", "image=3") as client:
+        yield client
+
+
+@pytest.fixture(scope="module")
+def reference():
+    return read_safetensors(MODEL / "reference.safetensors")
+
+
+def case(reference, index):
+    """The tokens and the pictures of a case."""
+    tokens, pictures = reference[f"tokens_{index}"].tolist(), []
+    while f"rgb_{index}_{len(pictures)}" in reference:
+        pictures.append(reference[f"rgb_{index}_{len(pictures)}"])
+    return tokens, pictures
+
+
+def collapsed(tokens, pictures):
+    """The tokens with one placeholder for each picture."""
+    out, at = [], 0
+    for picture in pictures:
+        start = tokens.index(PAD, at)
+        out += [*tokens[at:start], PAD]
+        at = start + picture.shape[0] * picture.shape[1] // SIDE**2
+    return out + tokens[at:]
+
+
+def picture(rng, rows=2, columns=3):
+    return rng.integers(0, 256, (rows * SIDE, columns * SIDE, 3), dtype=np.uint8)
+
+
+def test_scores_are_those_of_transformers(pytestconfig, reference):
+    cases = [case(reference, index) for index in range(8)]
+    flags = ["--dtype", "float32", "--limit-mm-per-prompt", "image=3"]
+    with server(pytestconfig.getoption("--server"), MODEL, *flags) as it:
+        scores = it.score([tokens for tokens, _ in cases], images=[pictures for _, pictures in cases])
+    for index, score in enumerate(scores):
+        apart = np.abs(np.array(score.raw_logprobs[1:]) - reference[f"logprobs_f32_{index}"])
+        assert apart.max() < 1e-4, index
+
+
+def test_the_server_says_how_it_takes_images(client):
+    images = client.info().images
+    assert (images.most_per_prompt, images.most_tokens, images.token_side) == (3, 64, SIDE)
+    assert (images.placeholder, images.forbidden_token_ids) == (PAD, [PAD, CONFIG["video_token_id"]])
+
+
+def test_samples_say_what_the_model_saw(client, reference):
+    tokens, pictures = case(reference, 2)
+    sampling = SamplingParams(max_tokens=6, seed=5)
+    whole, single = (
+        client.generate([prompt], n=3, sampling=sampling, images=[pictures], return_text=False)[0]
+        for prompt in (tokens, collapsed(tokens, pictures))
+    )
+    assert single.prompt_token_ids == whole.prompt_token_ids == tokens
+    assert [s.token_ids for s in single.samples] == [s.token_ids for s in whole.samples]
+    assert len(single.images) == len(pictures) > 1
+    for image, rgb in zip(single.images, pictures, strict=True):
+        height, width, _ = rgb.shape
+        sizes = b"".join(size.to_bytes(4, "little") for size in (1, width, height))
+        assert image.hash == hashlib.sha256(sizes + rgb.tobytes()).hexdigest()
+        assert (image.width, image.height, image.tokens) == (width, height, width * height // SIDE**2)
+        assert tokens[image.first_token : image.first_token + image.tokens] == [PAD] * image.tokens
+    forbidden = {PAD, CONFIG["video_token_id"]}
+    assert not forbidden & {token for s in single.samples for token in s.token_ids}
+
+
+def test_chats_take_the_images_of_their_parts(client, rng):
+    image = picture(rng)
+    parts = [{"type": "text", "text": "What is "}, {"type": "image"}, {"type": "text", "text": "?"}]
+    (output,) = client.generate([[{"role": "user", "content": parts}]], images=[[image]])
+    assert output.prompt_token_ids.count(PAD) == output.images[0].tokens == 6
+    with pytest.raises(InvalidArgument, match="image_url: pixels come beside the chat"):
+        client.generate([[{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]])
+
+
+def test_images_that_do_not_fit_the_prompt_are_rejected(client, rng):
+    image = picture(rng)
+    for prompt, images, message in [
+        ([1, PAD, PAD], [image], r"prompts\[0\].tokens: image 0 has 2 placeholders, but 2 x 3 tokens"),
+        ([1], [image], "has placeholders of 0 images, but the prompt has 1"),
+        ([1, PAD], [], r"but the prompt has no images"),
+        ([PAD] * 4, [image] * 4, r"prompts\[0\].images: 4 images are more than 3"),
+        ([PAD], [image[:27]], r"prompts\[0\].images\[0\].pixels: 84 x 27 pixels are not multiples of 28"),
+        ([PAD], [image.astype(np.float32)], r"images\[0\]\[0\]: expected 8-bit RGB"),
+        ([PAD], [Pixels(84, 56, b"no")], r"images\[0\].pixels.rgb: has 2 bytes"),
+    ]:
+        with pytest.raises(InvalidArgument, match=message):
+            client.generate([prompt], images=[images], return_text=False)
+    with pytest.raises(InvalidArgument, match="images: 1 for 2 prompts"):
+        client.generate([[1], [2]], images=[None], return_text=False)
+    with pytest.raises(InvalidArgument, match="no sample has this placeholder"):
+        client.generate([[1]], sampling=SamplingParams(logit_bias={PAD: 100.0}), return_text=False)
+
+
+def test_files_are_decoded_and_resized(client, rng):
+    """A PNG of one colour stays one after the resize, so its pixels are known."""
+    png = png_file(61, 30, (10, 20, 30))
+    (output,) = client.generate([[5, PAD]], images=[[png]], return_text=False)
+    (image,) = output.images
+    assert (image.width, image.height, image.tokens) == (84, 56, 6)
+    sizes = b"".join(size.to_bytes(4, "little") for size in (1, 84, 56))
+    assert image.hash == hashlib.sha256(sizes + bytes((10, 20, 30)) * 84 * 56).hexdigest()
+    for wrong, message in [(b"GIF89a", "GIF"), (png[: len(png) // 2], "encoded"), (b"", "encoded")]:
+        with pytest.raises(InvalidArgument, match=message):
+            client.generate([[5, PAD]], images=[[wrong]], return_text=False)
+
+
+def png_file(width, height, colour):
+    def chunk(kind, data):
+        return len(data).to_bytes(4, "big") + kind + data + zlib.crc32(kind + data).to_bytes(4, "big")
+
+    header = width.to_bytes(4, "big") + height.to_bytes(4, "big") + bytes((8, 2, 0, 0, 0))
+    rows = (b"\0" + bytes(colour) * width) * height
+    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", zlib.compress(rows)) + chunk(b"IEND", b"")
+
+
+def test_a_text_model_rejects_images(pytestconfig, rng):
+    with (
+        server(pytestconfig.getoption("--server"), PUSH_MODEL) as text_model,
+        pytest.raises(InvalidArgument, match="this model takes no images"),
+    ):
+        text_model.generate([[1]], images=[[picture(rng)]], return_text=False)
+
+
+def in_memory(state):
+    """The parameters under the names that they have in a trainer."""
+    prefixes = {"model.": "model.language_model.", "visual.": "model.visual.", "lm_head.": "lm_head."}
+    renamed = {}
+    for name, array in state.items():
+        prefix = next(prefix for prefix in prefixes if name.startswith(prefix))
+        renamed[prefixes[prefix] + name.removeprefix(prefix)] = array
+    return renamed
+
+
+def test_pushes_under_a_trainers_names_change_tower_and_decoder(client, rng):
+    state, image = read_model(MODEL), picture(rng)
+    loaded = client.checksum()
+
+    def sample():
+        sampling = SamplingParams(max_tokens=8, seed=3)
+        return client.generate([[5, PAD, 6]], images=[[image]], sampling=sampling, return_text=False)[0].samples[0]
+
+    before = sample()
+    changed = dict(state)
+    name = "visual.blocks.0.attn.qkv.weight"
+    changed[name] = (state[name].astype(np.float32) * 3).astype(state[name].dtype)
+    client.push_full(in_memory(changed))
+    assert sample().raw_logprobs.tobytes() != before.raw_logprobs.tobytes()
+    client.push_full(in_memory(state))
+    assert client.checksum() == loaded
+    assert sample().raw_logprobs.tobytes() == before.raw_logprobs.tobytes()
+
+
+def test_a_sleep_changes_no_sample_with_an_image(client, rng):
+    image, sampling = picture(rng), SamplingParams(max_tokens=8, seed=4)
+    run = lambda: client.generate([[5, PAD]], images=[[image]], sampling=sampling, return_text=False)[0].samples[0]  # noqa: E731
+    before = run()
+    client.sleep()
+    client.wake()
+    assert run().raw_logprobs.tobytes() == before.raw_logprobs.tobytes()
+
+
+def test_processed_pixels_are_the_processors(rng):
+    images = [picture(rng, 3, 2), picture(rng, 1, 5)]
+    for sent, image in zip(processed_pixels(images, Processor()), images, strict=True):
+        assert sent == Pixels.of(image)
+
+    class Other(Processor):
+        image_std = (0.5, 0.5, 0.5)
+
+    processor = Processor()
+    values = processor(images, return_tensors="np")
+    lying = type("Lying", (Other,), {"__call__": lambda *_, **__: values})()
+    with pytest.raises(InvalidArgument, match="are not 8-bit pixels"):
+        processed_pixels(images, lying)
+    with pytest.raises(InvalidArgument, match="gives no image_grid_thw"):
+        processed_pixels(images, lambda images, return_tensors: {"pixel_values": images})
