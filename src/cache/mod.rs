@@ -1,5 +1,5 @@
-//! Bookkeeping of the paged KV cache: the tokens of each physical block, the sequences that share it, and its hash; and
-//! of the buffer of images' embeddings ([`EmbeddingCache`]).
+//! Bookkeeping of the paged KV cache: the tokens of each physical block, the sequences that share it, and its hash.
+//! [`EmbeddingCache`] records which images' embeddings the device holds.
 //!
 //! Pure: nothing here touches KV bytes. A block is in one of two states:
 //!

@@ -8,7 +8,7 @@ use crate::types::{Distribution, LogitsTask, PlanSequence, StepPlan, TokenId, To
 #[derive(Default)]
 pub struct FlatBatch {
     tokens: Vec<u32>,
-    /// Of each row one position for each axis.
+    /// Rotary positions, `[rows, axes]`.
     positions: Vec<u32>,
     axes: usize,
     slots: Vec<u32>,
@@ -25,8 +25,8 @@ pub struct PlanView<'a> {
 }
 
 impl FlatBatch {
-    /// Replaces the rows by those of `plan`. `block_size` is the number of tokens in a KV block, `axes` that of axes of
-    /// a rotary position: one, which is the token's index, or the three of M-RoPE.
+    /// Replaces the rows by those of `plan`. `block_size` is the number of tokens in a KV block. A rotary position has
+    /// `axes` axes: 1, which is the token's index, or the 3 of M-RoPE.
     pub fn fill(&mut self, plan: &StepPlan, block_size: usize, axes: usize) {
         self.axes = axes;
         self.tokens.clear();

@@ -40,7 +40,7 @@ pub(super) struct Chunk<'a> {
 }
 
 impl PictureIndices {
-    /// Of chunks of at most `most` rows.
+    /// Cuts the picture into chunks of at most `most` rows.
     pub fn new(geometry: &Geometry, most: usize) -> Self {
         let (mut windows, mut window_slots, mut chunks) = (Vec::new(), Vec::new(), Vec::new());
         for chunk in geometry.chunks(most) {

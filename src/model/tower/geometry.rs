@@ -18,7 +18,7 @@ pub(super) struct Geometry {
 }
 
 impl Geometry {
-    /// Of a picture with `grid` rows and columns of tokens.
+    /// Lays out a picture with `grid` rows and columns of tokens.
     pub fn new(config: &VisionConfig, grid: [usize; 2]) -> Self {
         let ([rows, columns], merge, unit) = (grid, config.merge_size(), config.unit());
         let (mut tokens, mut windows) = (Vec::with_capacity(rows * columns), Vec::new());

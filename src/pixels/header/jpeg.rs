@@ -108,8 +108,8 @@ fn start(marker: u8, segment: &[u8]) -> Result<Frame, String> {
 }
 
 impl Frame {
-    /// Bytes of all coefficients, which a decoder keeps until the last scan if no scan has all components: 64 numbers
-    /// of 16 bits for each block.
+    /// Bytes of all coefficients, 64 16-bit numbers a block. A decoder keeps them until the last scan if no scan has
+    /// all components.
     fn coefficient_bytes(&self) -> u64 {
         let most = |part: fn(&(u64, u64)) -> u64| self.sampling.iter().map(part).max().unwrap_or(1);
         // A component alone has no other to be sampled against.

@@ -47,7 +47,7 @@ pub struct FakeExecutor {
     block_size: usize,
     slots: Vec<Option<Slot>>,
     images: ImageScheduling,
-    /// Of each row of the embedding buffer the picture and the index of its token; `None` without content.
+    /// The picture and token index that each row of the embedding buffer holds; `None` if it was never written.
     embeddings: Vec<Option<(PictureHash, usize)>>,
     /// The picture whose first blocks have run, and how many.
     encoding: Option<(PictureHash, usize)>,

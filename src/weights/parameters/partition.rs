@@ -39,7 +39,7 @@ impl Partition {
     /// rank where the rule pads.
     ///
     /// # Errors
-    /// As for [`Partition::slice`].
+    /// `Config` if the parameter cannot be divided among the ranks.
     pub fn stored_rows(self, spec: &ParamSpec) -> Result<usize> {
         let held = self.slice(spec)?.rows.len();
         Ok(if spec.shard == ShardRule::PaddedRows { self.padded_share(spec.shape[0]) } else { held })
