@@ -63,15 +63,14 @@ pub(super) struct EngineCore<X: Executor> {
 #[derive(Clone, Copy, Debug)]
 pub(super) struct AwakeBytes {
     pub weights: u64,
-    pub workspace: u64,
-    pub kv_cache: u64,
+    /// Of each entry of [`MemoryUse::WITH_KV_CACHE`].
+    pub cache: [u64; MemoryUse::WITH_KV_CACHE.len()],
 }
 
 impl AwakeBytes {
     pub fn of(budget: &MemoryBudget) -> Self {
-        let [weights, workspace, kv_cache] =
-            [MemoryUse::Weights, MemoryUse::Workspace, MemoryUse::KvCache].map(|used_for| budget.reserved(used_for));
-        Self { weights, workspace, kv_cache }
+        let reserved = |used_for| budget.reserved(used_for);
+        Self { weights: reserved(MemoryUse::Weights), cache: MemoryUse::WITH_KV_CACHE.map(reserved) }
     }
 
     /// Reserves all of it, including parts that are already reserved.
@@ -92,8 +91,9 @@ impl AwakeBytes {
             ledger.set(MemoryUse::Weights, self.weights)?;
         }
         if kv_cache {
-            ledger.set(MemoryUse::Workspace, self.workspace)?;
-            ledger.set(MemoryUse::KvCache, self.kv_cache)?;
+            for (used_for, bytes) in MemoryUse::WITH_KV_CACHE.into_iter().zip(self.cache) {
+                ledger.set(used_for, bytes)?;
+            }
         }
         Ok(())
     }

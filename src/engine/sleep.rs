@@ -60,13 +60,11 @@ impl Sleep {
         core.scheduler.release_all();
         let mut kv_cache_bytes = 0;
         if core.state.kv_awake() {
-            for (memory, used_for) in
-                [(MemoryKind::KvCache, MemoryUse::KvCache), (MemoryKind::Workspace, MemoryUse::Workspace)]
-            {
+            for memory in [MemoryKind::KvCache, MemoryKind::Workspace] {
                 kv_cache_bytes += core.release_memory(memory)?.freed;
-                core.budget.free(used_for);
             }
         }
+            MemoryUse::WITH_KV_CACHE.into_iter().for_each(|used_for| core.budget.free(used_for));
         let spare = match core.take_spare() {
             Some(shadow) => core.executor.discard(shadow).map_err(Failure::Fatal)?,
             None => 0,
@@ -98,14 +96,13 @@ impl Sleep {
     /// update may take that room, and a wake then waits for its end.
     pub fn check_integrity<X: Executor>(&self, core: &EngineCore<X>, updates: &Updates) {
         let reserved = |used_for| core.budget.reserved(used_for);
-        let AwakeBytes { weights, workspace, kv_cache } = self.awake;
+        let AwakeBytes { weights, cache } = self.awake;
         if core.state.weights_awake() {
             assert_eq!(reserved(MemoryUse::Weights), weights, "the entry of weights that are awake");
             assert_eq!(reserved(MemoryUse::Offloaded), 0, "bytes are offloaded of weights that are awake");
         }
-        let cache = [MemoryUse::Workspace, MemoryUse::KvCache].map(reserved);
-        let expected = if core.state.kv_awake() { [workspace, kv_cache] } else { [0; 2] };
-        assert_eq!(cache, expected, "the entries of workspace and KV cache");
+        let expected = if core.state.kv_awake() { cache } else { [0; 4] };
+        assert_eq!(MemoryUse::WITH_KV_CACHE.map(reserved), expected, "the entries of KV cache and workspaces");
         if updates.opened().is_none() {
             let mut ledger = core.budget.clone();
             ledger.free(MemoryUse::SpareWeights);
@@ -166,8 +163,7 @@ impl Sleep {
             } else if loaded.is_err() {
                 give_back(core, cache)?;
                 if wake_kv {
-                    core.budget.free(MemoryUse::Workspace);
-                    core.budget.free(MemoryUse::KvCache);
+                    MemoryUse::WITH_KV_CACHE.into_iter().for_each(|used_for| core.budget.free(used_for));
                 }
             }
             loaded?;

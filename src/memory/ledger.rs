@@ -16,6 +16,10 @@ pub enum MemoryUse {
     Weights,
     /// Activations of one step.
     Workspace,
+    /// Activations of a vision tower for one picture.
+    TowerWorkspace,
+    /// Embeddings of images.
+    Embeddings,
     /// Requests and replies under way.
     Requests,
     /// The blocks of the KV cache.
@@ -46,11 +50,13 @@ pub(super) enum Home {
 }
 
 impl MemoryUse {
-    pub const ALL: [Self; 14] = [
+    pub const ALL: [Self; 16] = [
         Self::Process,
         Self::Context,
         Self::Weights,
         Self::Workspace,
+        Self::TowerWorkspace,
+        Self::Embeddings,
         Self::Requests,
         Self::KvCache,
         Self::Adapters,
@@ -63,6 +69,9 @@ impl MemoryUse {
         Self::Offloaded,
     ];
 
+    /// Memory that sleeps and wakes with the KV cache.
+    pub const WITH_KV_CACHE: [Self; 4] = [Self::Workspace, Self::TowerWorkspace, Self::Embeddings, Self::KvCache];
+
     /// Name of the entry in `GetStatus` and in the log.
     pub fn name(self) -> &'static str {
         match self {
@@ -70,6 +79,8 @@ impl MemoryUse {
             Self::Context => "context",
             Self::Weights => "weights",
             Self::Workspace => "workspace",
+            Self::TowerWorkspace => "tower_workspace",
+            Self::Embeddings => "embeddings",
             Self::Requests => "requests",
             Self::KvCache => "kv_cache",
             Self::Adapters => "adapters",
@@ -96,6 +107,8 @@ impl MemoryUse {
             Self::Context
             | Self::Weights
             | Self::Workspace
+            | Self::TowerWorkspace
+            | Self::Embeddings
             | Self::KvCache
             | Self::Adapters
             | Self::BaseCopies

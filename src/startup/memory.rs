@@ -8,7 +8,7 @@ use crate::error::{Error, Result};
 use crate::executor::resident_adapter_bytes;
 use crate::memory::{MemoryBudget, MemoryReport, MemoryUse, Traffic, human_bytes, total_bytes};
 use crate::model::config::ModelConfig;
-use crate::model::{LOGITS_ROWS, Model, Parameterized, Workspace, kv_bytes_per_block};
+use crate::model::{LOGITS_ROWS, Model, Parameterized, TowerShape, Workspace, kv_bytes_per_block};
 use crate::observe::TIMELINE_BYTES;
 
 /// Bytes for everything without an entry of its own: code, threads, tokenizer, and the allocator's slack. With
@@ -135,7 +135,8 @@ fn fixed_entries(
 ) -> Result<Vec<(MemoryUse, u64)>> {
     let (world, devices) = (layout.world, &layout.devices);
     let activations = Workspace::bytes(model, &layout.build(0), layout.max_batch_tokens);
-    let tower = layout.tower(model, 0).map_or(0, |tower| tower.workspace_bytes() + tower.embedding_bytes());
+    let tower = layout.tower(model, 0);
+    let of_tower = |bytes: fn(&TowerShape) -> u64| tower.as_ref().map_or(0, |tower| world as u64 * bytes(tower));
     let scratch = devices.of_rank(0).scratch_bytes() as u64;
     let adapters = models.iter().enumerate().map(|(rank, model)| {
         resident_adapter_bytes(&model.decoder, &layout.build(rank), config.max_lora_rank, config.max_adapters)
@@ -145,7 +146,9 @@ fn fixed_entries(
         (MemoryUse::Process, PROCESS_BYTES + tls_bytes(config) + driver),
         (MemoryUse::Context, devices.context_bytes(world)),
         (MemoryUse::Weights, models.iter().map(Parameterized::bytes).sum()),
-        (MemoryUse::Workspace, (activations + tower + scratch) * world as u64),
+        (MemoryUse::Workspace, (activations + scratch) * world as u64),
+        (MemoryUse::TowerWorkspace, of_tower(TowerShape::workspace_bytes)),
+        (MemoryUse::Embeddings, of_tower(TowerShape::embedding_bytes)),
         (MemoryUse::Adapters, adapters.sum::<Result<u64>>()?),
         (MemoryUse::PageRounding, devices.rounding_bytes()),
         (MemoryUse::CopyBuffers, devices.host_bytes(LOGITS_ROWS * model.vocab_size * size_of::<f32>())),

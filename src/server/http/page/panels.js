@@ -14,6 +14,8 @@ const MEMORY = {
   process: "Process",
   weights: "Weights",
   workspace: "Workspace",
+  tower_workspace: "Vision tower",
+  embeddings: "Image embeddings",
   requests: "Requests and replies",
   kv_cache: "KV cache",
   adapters: "Adapters",
