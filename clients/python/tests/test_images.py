@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import zlib
+import shutil
 
 import numpy as np
 import pytest
@@ -167,14 +168,31 @@ def test_a_text_model_rejects_images(pytestconfig, rng):
         text_model.generate([[1]], images=[[picture(rng)]], return_text=False)
 
 
-def in_memory(state):
-    """The parameters under the names that they have in a trainer."""
-    prefixes = {"model.": "model.language_model.", "visual.": "model.visual.", "lm_head.": "lm_head."}
-    renamed = {}
-    for name, array in state.items():
+IN_MEMORY = {"model.": "model.language_model.", "visual.": "model.visual.", "lm_head.": "lm_head."}
+OF_VLLM = {"model.": "language_model.model.", "visual.": "visual.", "lm_head.": "language_model.lm_head."}
+"""Beginnings of names, as a trainer has the parameters in memory and as vLLM has them."""
+
+
+def renamed(prefixes, state):
+    def of(name):
         prefix = next(prefix for prefix in prefixes if name.startswith(prefix))
-        renamed[prefixes[prefix] + name.removeprefix(prefix)] = array
-    return renamed
+        return prefixes[prefix] + name.removeprefix(prefix)
+
+    return {of(name): value for name, value in state.items()}
+
+
+@pytest.mark.parametrize("prefixes", [IN_MEMORY, OF_VLLM])
+def test_checkpoints_load_under_all_names(pytestconfig, tmp_path, client, prefixes):
+    shutil.copytree(MODEL, tmp_path, dirs_exist_ok=True)
+    path = tmp_path / "model.safetensors"
+    stored = path.read_bytes()
+    header = json.loads(stored[8 : 8 + int.from_bytes(stored[:8], "little")])
+    metadata = {name: header.pop(name) for name in ["__metadata__"] if name in header}
+    text = json.dumps({**metadata, **renamed(prefixes, header)}).encode()
+    data = stored[8 + int.from_bytes(stored[:8], "little") :]
+    path.write_bytes(len(text).to_bytes(8, "little") + text + data)
+    with server(pytestconfig.getoption("--server"), tmp_path) as other:
+        assert other.checksum() == client.checksum()
 
 
 def test_pushes_under_a_trainers_names_change_tower_and_decoder(client, rng):
@@ -189,9 +207,9 @@ def test_pushes_under_a_trainers_names_change_tower_and_decoder(client, rng):
     changed = dict(state)
     name = "visual.blocks.0.attn.qkv.weight"
     changed[name] = (state[name].astype(np.float32) * 3).astype(state[name].dtype)
-    client.push_full(in_memory(changed))
+    client.push_full(renamed(IN_MEMORY, changed))
     assert sample().raw_logprobs.tobytes() != before.raw_logprobs.tobytes()
-    client.push_full(in_memory(state))
+    client.push_full(renamed(IN_MEMORY, state))
     assert client.checksum() == loaded
     assert sample().raw_logprobs.tobytes() == before.raw_logprobs.tobytes()
 

@@ -11,7 +11,7 @@ use super::digest::digest_of_rows;
 use super::mapped::MappedFile;
 use super::{is_there, unreadable};
 use crate::error::{Error, Result};
-use crate::weights::parameters::{Dtype, Slice, TensorData, matrix_shape, stored_together, tensor_of_bytes};
+use crate::weights::parameters::{Dtype, Slice, TensorData, matrix_shape, stored_parameters, tensor_of_bytes};
 
 /// The file of a model that is not sharded.
 pub(super) const SINGLE: &str = "model.safetensors";
@@ -46,7 +46,10 @@ struct Index {
 impl Entry {
     /// The parameters of a tensor of this name: one, or several of equal size that are stored one below the other.
     fn parameters(self, name: &str) -> Vec<(String, Self)> {
-        let Some(parts) = stored_together(name) else { return vec![(name.to_string(), self)] };
+        let mut parts = stored_parameters(name);
+        if parts.len() == 1 {
+            return vec![(parts.remove(0), self)];
+        }
         let rows = self.shape.first().copied().unwrap_or(0);
         if !rows.is_multiple_of(parts.len()) {
             return vec![(name.to_string(), self)];
@@ -91,8 +94,7 @@ impl SafetensorsCheckpoint {
             checkpoint.add_file(&shard)?;
         }
         for (name, shard) in &index.weight_map {
-            let parameters = stored_together(name).unwrap_or_else(|| vec![name.clone()]);
-            if !parameters.iter().all(|name| checkpoint.entries.contains_key(name)) {
+            if !stored_parameters(name).iter().all(|name| checkpoint.entries.contains_key(name)) {
                 return Err(Error::Config(format!("{} says that {shard} has {name}; it has not", path.display())));
             }
         }
@@ -122,7 +124,7 @@ impl SafetensorsCheckpoint {
             let entry = Entry { file: self.files.len(), dtype, shape: info.shape.clone(), bytes };
             let parameters = entry.parameters(&name);
             if parameters.into_iter().any(|(parameter, entry)| self.entries.insert(parameter, entry).is_some()) {
-                return Err(fail(format!("{name} is in another shard too")));
+                return Err(fail(format!("{name} is there twice, perhaps in another shard")));
             }
         }
         self.files.push(file);

@@ -8,7 +8,7 @@ use super::names::{PREFIX, TensorName, TensorRole};
 use super::spec::{AdapterSpec, ChangeSpec, DeltaSpec, FactorKind, LowRankSpec, WholeSpec};
 use crate::error::{Error, Result};
 use crate::memory::Traffic;
-use crate::weights::parameters::{Dtype, Parameters, canonical, matrix_shape, stored_together};
+use crate::weights::parameters::{Dtype, Parameters, canonical, matrix_shape, stored_parameters};
 
 const EMBEDDING: &str = "model.embed_tokens";
 const HEAD: &str = "lm_head";
@@ -164,7 +164,7 @@ impl Checker<'_> {
     fn adapt_linear(&mut self, name: &str, module: &Module, a: usize, b: usize) -> Result<()> {
         let (parameter, kind) = self.linear_weight(name, a)?;
         // The factors of fused projections change each of them: by all of `A`, and by its own rows of `B`.
-        let parts = stored_together(&parameter).unwrap_or_else(|| vec![parameter]);
+        let parts = stored_parameters(&parameter);
         let shapes = parts.iter().map(|part| self.matrix(part, a)).collect::<Result<Vec<_>>>()?;
         let (rows, cols) = (shapes.iter().map(|(rows, _)| rows).sum(), shapes[0].1);
         let rank = self.config.rank(self.own_name(name)) as usize;

@@ -10,8 +10,9 @@ use std::collections::HashMap;
 
 use crate::error::Result;
 
+pub use names::is_of_tower;
 pub(in crate::weights) use names::{
-    EMBEDDING, ParameterMapping, canonical, largest_tensor_bytes, nearest, resolve, stored_together,
+    EMBEDDING, ParameterMapping, canonical, largest_tensor_bytes, nearest, resolve, stored_parameters,
 };
 pub use partition::Partition;
 pub use shard::{ParamSpec, ShardRule, Slice, head_range, matrix_shape, padded_share};
@@ -35,7 +36,7 @@ impl Parameters {
     /// embedding: `lm_head.weight` is another name of `model.embed_tokens.weight`, and no parameter of its own.
     pub fn new(specs: Vec<ParamSpec>, dtype: Dtype, world: usize, tied_head: bool) -> Self {
         let index = specs.iter().enumerate().map(|(i, spec)| (spec.name.clone(), i)).collect();
-        let has_tower = specs.iter().any(|spec| spec.name.starts_with(names::TOWER));
+        let has_tower = specs.iter().any(|spec| is_of_tower(&spec.name));
         Self { specs, index, dtype, world, tied_head, has_tower }
     }
 

@@ -11,7 +11,7 @@ const WRAPPERS: [&str; 4] = ["_fsdp_wrapped_module", "_orig_mod", "_checkpoint_w
 const FUSED: [(&str, &[&str]); 2] =
     [("qkv_proj", &["q_proj", "k_proj", "v_proj"]), ("gate_up_proj", &["gate_proj", "up_proj"])];
 /// The beginning of the names of a vision tower's parameters.
-pub(super) const TOWER: &str = "visual.";
+const TOWER: &str = "visual.";
 /// The fused projections of a vision tower's attention, which all layouts store so.
 const TOWER_ATTENTION: (&str, [&str; 3]) = ("qkv", ["q_proj", "k_proj", "v_proj"]);
 /// Endings of the names of buffers that some trainers send with the parameters. The model needs none of them, because
@@ -19,6 +19,11 @@ const TOWER_ATTENTION: (&str, [&str; 3]) = ("qkv", ["q_proj", "k_proj", "v_proj"
 const BUFFERS: [&str; 1] = ["rotary_emb.inv_freq"];
 const HEAD: &str = "lm_head.weight";
 pub(in crate::weights) const EMBEDDING: &str = "model.embed_tokens.weight";
+
+/// Whether a parameter is of the vision tower.
+pub fn is_of_tower(parameter: &str) -> bool {
+    parameter.starts_with(TOWER)
+}
 
 /// Beginnings of the names of a model with a vision tower, in memory as trainers push them or as vLLM has them, and
 /// those of the parameters.
@@ -71,9 +76,7 @@ pub(in crate::weights) fn resolve(name: &str, parameters: &Parameters) -> Option
 
 /// The name of a module or parameter as checkpoints have it.
 pub(in crate::weights) fn canonical<'a>(name: &'a str, parameters: &Parameters) -> Cow<'a, str> {
-    let layouts = if parameters.has_tower() { &VISION_LAYOUTS[..] } else { &[] };
-    let found = layouts.iter().find_map(|(prefix, own)| Some((name.strip_prefix(prefix)?, own)));
-    found.map_or(Cow::Borrowed(name), |(rest, own)| Cow::Owned(format!("{own}{rest}")))
+    if parameters.has_tower() { with_own_prefix(name) } else { Cow::Borrowed(name) }
 }
 
 /// A parameter's name without the segments that wrappers add to it.
@@ -90,7 +93,7 @@ fn plain_name(name: &str) -> String {
 fn fused(name: &str, parameters: &Parameters) -> Option<ParameterMapping> {
     let (module, kind) = name.rsplit_once('.')?;
     let (block, fused) = module.rsplit_once('.')?;
-    let is_tower = parameters.has_tower() && name.starts_with(TOWER);
+    let is_tower = parameters.has_tower() && is_of_tower(name);
     let (_, of_tower) = &TOWER_ATTENTION;
     let projections = match fused {
         "qkv" if is_tower => &of_tower[..],
@@ -108,13 +111,23 @@ fn fused(name: &str, parameters: &Parameters) -> Option<ParameterMapping> {
     Some(mapping)
 }
 
-/// The parameters, of equal size, that the checkpoint's tensor of this name has one below the other; `None` if it is
+/// The parameters, of equal size, that the checkpoint's tensor of this name has one below the other. Most tensors are
 /// one parameter.
-pub(in crate::weights) fn stored_together(name: &str) -> Option<Vec<String>> {
+pub(in crate::weights) fn stored_parameters(name: &str) -> Vec<String> {
+    let name = with_own_prefix(name);
     let (fused, projections) = TOWER_ATTENTION;
-    let (module, kind) = name.rsplit_once('.')?;
-    let block = module.strip_suffix(fused)?.strip_suffix('.')?;
-    name.starts_with(TOWER).then(|| projections.map(|projection| format!("{block}.{projection}.{kind}")).to_vec())
+    let split = name.rsplit_once('.').filter(|_| is_of_tower(&name));
+    let of_attention = split.and_then(|(module, kind)| Some((module.strip_suffix(fused)?.strip_suffix('.')?, kind)));
+    match of_attention {
+        Some((block, kind)) => projections.map(|projection| format!("{block}.{projection}.{kind}")).to_vec(),
+        None => vec![name.into_owned()],
+    }
+}
+
+/// The name of a module or parameter of a model with a vision tower, whichever layout it is of.
+fn with_own_prefix(name: &str) -> Cow<'_, str> {
+    let found = VISION_LAYOUTS.iter().find_map(|(prefix, own)| Some((name.strip_prefix(prefix)?, own)));
+    found.map_or(Cow::Borrowed(name), |(rest, own)| Cow::Owned(format!("{own}{rest}")))
 }
 
 /// Bytes in float32 of the largest tensor that can be pushed, fused ones among them.
