@@ -21,6 +21,7 @@ use crate::error::{Error, Result};
 use crate::model::config::{ModelConfig, VisionConfig};
 use crate::model::{Build, Model, ModelLimits, Parameterized, TowerShape};
 use crate::observe::{Observer, Recorder};
+use crate::pixels::DecodeSlots;
 use crate::scheduler::{ImageScheduling, Scheduler, SchedulerConfig, Speculation};
 use crate::server::{ImageRules, ModelFacts, PromptEncoder, RequestTemplates, ServingContext, pb};
 use crate::text::{
@@ -36,6 +37,8 @@ use ranks::{CommunicatorPlan, Ingredients, LoadProgress, start_ranks};
 
 /// Most tokens of an image, if `--max-image-tokens` does not say.
 const MAX_IMAGE_TOKENS: usize = 1280;
+/// Files of images that are decoded at once.
+const DECODED_AT_ONCE: usize = 2;
 
 /// The tokenizer and chat template of the model, and their configuration as JSON; `None` for a model without a
 /// tokenizer, which serves token ids only.
@@ -206,6 +209,7 @@ fn image_rules(config: &Config, layout: &Layout, vision: VisionConfig) -> ImageR
         vision,
         most_per_prompt: config.limit_mm_per_prompt.0,
         most_tokens: layout.max_image_tokens,
+        decode_slots: DecodeSlots::new(DECODED_AT_ONCE),
     }
 }
 

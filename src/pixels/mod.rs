@@ -13,9 +13,11 @@ mod decode;
 mod header;
 mod preprocessor;
 mod resize;
+mod slots;
 #[cfg(test)]
 mod tests;
 
 pub use header::Header;
 pub use preprocessor::{PictureSize, Preprocessor, Sizing};
 pub use resize::smart_resize;
+pub use slots::DecodeSlots;

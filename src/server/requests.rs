@@ -30,12 +30,13 @@ pub(super) struct ReceivedRequest<M> {
     pub(super) waits_for_resume: bool,
 }
 
-/// Whether checking a request of `bytes` bytes takes long: it is large, a grammar is compiled, or a chat is rendered.
+/// Whether checking a request of `bytes` bytes takes long: it is large, a grammar is compiled, a chat is rendered, or
+/// an image is decoded, which may be large though its file is small.
 pub(super) fn takes_long(request: &pb::GenerateRequest, bytes: usize) -> bool {
     let own = request.prompts.iter().filter_map(|prompt| prompt.sampling.as_deref());
     bytes > INLINE_PARSE_BYTES
         || request.sampling.iter().chain(own).any(|sampling| sampling.structured_outputs.is_some())
-        || request.prompts.iter().any(is_chat)
+        || request.prompts.iter().any(|prompt| is_chat(prompt) || !prompt.images.is_empty())
 }
 
 /// Whether a prompt is a chat. The model's template may take seconds for a short one.

@@ -19,7 +19,7 @@ use crate::error::{Error, Result};
 use crate::memory::Traffic;
 use crate::model::config::VisionConfig;
 use crate::observe::Observer;
-use crate::pixels::Preprocessor;
+use crate::pixels::{DecodeSlots, Preprocessor};
 use crate::text::ReasoningFormat;
 use crate::types::TokenId;
 use crate::weights::{Parameters, Sources};
@@ -81,6 +81,7 @@ pub struct ImageRules {
     pub most_tokens: usize,
     /// How an image that comes as a file is resized.
     pub preprocessor: Preprocessor,
+    pub decode_slots: DecodeSlots,
 }
 
 impl ModelFacts {

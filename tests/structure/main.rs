@@ -259,6 +259,7 @@ fn no_lock_or_global_holds_serving_state() {
         ("src/server/http/tests/heap.rs", "tests count what their threads allocate"),
         ("src/server/listener/handshakes.rs", "when a failed handshake was logged last: nothing that serves"),
         ("src/memory/borrowed.rs", "a signal has one handler in a process, which looks up what its thread reads"),
+        ("src/pixels/slots.rs", "how many files may still be decoded at once: nothing that serves"),
         ("src/grammar/compiler.rs", "compiled grammars, to be found again by the next request"),
         ("src/grammar/watchdog.rs", "the deadlines of work on grammars, for the thread that ends what is late"),
         (

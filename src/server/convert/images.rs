@@ -55,7 +55,8 @@ fn picture(path: &str, image: pb::Image, rules: &ImageRules, charge: &mut Charge
             let path = format!("{path}.encoded");
             let header = Header::read(&path, &file)?;
             let bytes = header.decoded_bytes(&rules.preprocessor)?;
-            let picture = charge.hold(bytes, || header.decode(&file, &rules.preprocessor))??;
+            let decode = || charge.hold(bytes, || header.decode(&file, &rules.preprocessor));
+            let picture = rules.decode_slots.run(decode)??;
             charge.grow(picture.rgb().len() as u64)?;
             (path, picture)
         }

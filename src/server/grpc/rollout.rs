@@ -61,7 +61,8 @@ impl pb::rollout_server::Rollout for RolloutService {
 
     async fn score(&self, request: Request<pb::ScoreRequest>) -> Answer<Self::ScoreStream> {
         let convert = convert::score;
-        let takes_long = request.get_ref().encoded_len() > INLINE_PARSE_BYTES;
+        let has_images = !request.get_ref().images.is_empty();
+        let takes_long = has_images || request.get_ref().encoded_len() > INLINE_PARSE_BYTES;
         self.start(request, takes_long, convert, ScoreWriter::new).await
     }
 

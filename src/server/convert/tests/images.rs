@@ -4,6 +4,7 @@ use super::{ModelFacts, generate, pb, score};
 use crate::error::{Error, Result};
 use crate::memory::Traffic;
 use crate::model::config::ModelConfig;
+use crate::pixels::DecodeSlots;
 use crate::server::ImageRules;
 use crate::types::Prompt;
 
@@ -24,7 +25,8 @@ fn model() -> ModelFacts {
     let preprocessor = json!({"image_processor_type": "Qwen2VLImageProcessor", "min_pixels": 784});
     let vision = ModelConfig::parse(&config, None, Some(&preprocessor)).unwrap().vision.unwrap();
     let preprocessor = vision.preprocessor.clone();
-    let images = ImageRules { vision, most_per_prompt: 2, most_tokens: 6, preprocessor };
+    let decode_slots = DecodeSlots::new(1);
+    let images = ImageRules { vision, most_per_prompt: 2, most_tokens: 6, preprocessor, decode_slots };
     ModelFacts { images: Some(images), ..super::model_of(32) }
 }
 
