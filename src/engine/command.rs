@@ -54,6 +54,8 @@ pub enum Command {
         new_version: Option<WeightVersion>,
         reply: Reply<Result<UpdateReply>>,
     },
+        /// Digest of the values of the vision tower, if the push brings all of them.
+        tower: Option<[u8; 16]>,
     /// Cancels the open update, if its number is `update` or no number is given. The reply describes the update; it is
     /// `None` if no such update was open.
     CancelUpdate {

@@ -7,7 +7,7 @@ use std::time::Instant;
 
 use super::command::{LifecycleStatus, Reply, RunningPolicy};
 use super::lifecycle::State;
-use super::policy::Policy;
+use super::policy::{Policy, TowerChange};
 use super::request_state::{RequestState, Requests};
 use super::telemetry::Telemetry;
 use crate::clock::Clock;
@@ -369,8 +369,9 @@ impl<X: Executor> EngineCore<X> {
     }
 
     /// Changes the policy to `version`, from the next step on or from when the weights wake. `running` says what
-    /// happens to requests that have begun. Requests that have not begun and require exactly another version end.
-    pub fn change_policy(&mut self, version: WeightVersion, running: RunningPolicy) {
+    /// happens to requests that have begun, `tower` what happened to the vision tower. Requests that have not begun and
+    /// require exactly another version end.
+    pub fn change_policy(&mut self, version: WeightVersion, running: RunningPolicy, tower: TowerChange) {
         self.policy.advance(version);
         self.reject_queued_for_others(version);
         if running == RunningPolicy::Abort {
@@ -379,7 +380,8 @@ impl<X: Executor> EngineCore<X> {
             self.abort_accepted(|key, request| !is_queued(key, request));
         }
         let kv = if running == RunningPolicy::Recompute { RunningKv::Recompute } else { RunningKv::Keep };
-        self.scheduler.change_policy(self.policy.epoch(), kv);
+        let is_tower_new = self.policy.change_tower(tower);
+        self.scheduler.change_policy(self.policy.epoch(), kv, is_tower_new);
     }
 
     /// Ends requests that have not begun and require exactly another version than `version`.

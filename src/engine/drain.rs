@@ -15,6 +15,7 @@ pub(super) enum Drain {
 /// The commit of the open update. It is dropped with the update, which has its own cancel flag.
 pub(super) struct Commit {
     pub content: WeightUpdate,
+    pub tower: Option<[u8; 16]>,
     pub reply: Reply<Result<UpdateReply>>,
 }
 

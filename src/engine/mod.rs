@@ -280,12 +280,12 @@ impl<X: Executor> Engine<X> {
                 let attempt = self.updates.write_part(&mut self.core, update, tensors);
                 return answer(reply, attempt);
             }
-            Command::CommitUpdate { update, content, new_version, reply } => {
+            Command::CommitUpdate { update, content, tower, new_version, reply } => {
                 self.drop_cancelled();
                 match self.updates.commit(&self.core, update, new_version) {
                     Err(error) => reply(Err(error)),
-                    Ok(true) => self.drains.push(Drain::Commit(Commit { content, reply })),
-                    Ok(false) => return self.finish(Drain::Commit(Commit { content, reply })),
+                    Ok(true) => self.drains.push(Drain::Commit(Commit { content, tower, reply })),
+                    Ok(false) => return self.finish(Drain::Commit(Commit { content, tower, reply })),
                 }
             }
             Command::CancelUpdate { update, reply } => {

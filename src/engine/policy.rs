@@ -15,12 +15,24 @@ pub(super) struct Policy {
     merged: Arc<Adapter>,
     /// Parameters whose base values are no longer the checkpoint's.
     replaced: BTreeSet<String>,
+    /// Digest of the vision tower's values, if they are those of a FULL push.
+    tower: Option<[u8; 16]>,
+}
+
+/// The effect of an update on the vision tower.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum TowerChange {
+    None,
+    /// Its values are replaced by values of this digest.
+    Pushed([u8; 16]),
+    /// Some of its values may be others.
+    Unknown,
 }
 
 impl Policy {
     /// The checkpoint that the server starts with.
     pub fn checkpoint() -> Self {
-        Self { version: 0, epoch: 0, merged: Arc::new(Adapter::none()), replaced: BTreeSet::new() }
+        Self { version: 0, epoch: 0, merged: Arc::new(Adapter::none()), replaced: BTreeSet::new(), tower: None }
     }
 
     /// The version that the trainer gave the policy; 0 for the checkpoint.
@@ -57,6 +69,17 @@ impl Policy {
     pub fn advance(&mut self, version: WeightVersion) {
         self.version = version;
         self.epoch += 1;
+    }
+
+    /// Notes the effect of an update on the vision tower. Returns whether its values may be others than before.
+    pub fn change_tower(&mut self, change: TowerChange) -> bool {
+        let before = self.tower;
+        self.tower = match change {
+            TowerChange::None => return false,
+            TowerChange::Pushed(digest) => Some(digest),
+            TowerChange::Unknown => None,
+        };
+        self.tower.is_none() || self.tower != before
     }
 
     /// Sets the merged adapter, which replaces any other.

@@ -4,6 +4,7 @@ use super::adapters::Adapters;
 use super::command::{DrainMode, LifecycleStatus, RunningPolicy, SleepLevel, SleepReply, WakeTags};
 use super::core::{Attempt, AwakeBytes, EngineCore, Failure};
 use super::open_update::Updates;
+use super::policy::TowerChange;
 use crate::error::{Error, Result};
 use crate::executor::{Executor, MemoryKind, Released, WeightOrder};
 use crate::memory::{MemoryBudget, MemoryUse};
@@ -63,8 +64,8 @@ impl Sleep {
             for memory in [MemoryKind::KvCache, MemoryKind::Workspace] {
                 kv_cache_bytes += core.release_memory(memory)?.freed;
             }
-        }
             MemoryUse::WITH_KV_CACHE.into_iter().for_each(|used_for| core.budget.free(used_for));
+        }
         let spare = match core.take_spare() {
             Some(shadow) => core.executor.discard(shadow).map_err(Failure::Fatal)?,
             None => 0,
@@ -169,7 +170,7 @@ impl Sleep {
             loaded?;
         }
         if reload {
-            core.change_policy(0, RunningPolicy::Keep);
+            core.change_policy(0, RunningPolicy::Keep, TowerChange::Unknown);
         }
         core.state = core.state.wake(tags, reload);
         core.telemetry.note_wake(reload, core.clock.since(started), taken);

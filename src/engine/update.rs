@@ -12,6 +12,7 @@ use super::core::{Attempt, EngineCore, Failure, answer};
 use super::drain::{Commit, Drain, Drains};
 use super::lifecycle::State;
 use super::open_update::{OpenUpdate, Updates};
+use super::policy::TowerChange;
 use crate::error::{Error, Result};
 use crate::executor::{Executor, WeightOrder};
 use crate::memory::{MemoryBudget, MemoryUse};
@@ -19,6 +20,7 @@ use crate::observe::PushKind;
 use crate::types::WeightVersion;
 use crate::weights::{
     Adapter, Delta, ReceiveMode, ShadowWeights, Source, StagingBytes, Tensors, UpdateHeader, UpdateKind, WeightUpdate,
+    is_of_tower,
 };
 
 /// The kind of push, as the lifecycle distinguishes them.
@@ -121,11 +123,11 @@ impl Updates {
         &mut self,
         core: &mut EngineCore<X>,
         adapters: &mut Adapters,
-        Commit { content, reply }: Commit,
+        Commit { content, tower, reply }: Commit,
     ) -> Result<()> {
         core.telemetry.apply_push(self.open_number());
         let open = self.end(None).expect("a commit is of an open update");
-        let attempt = self.apply(core, adapters, &open.header, content);
+        let attempt = self.apply(core, adapters, &open.header, content, tower);
         core.budget.free(MemoryUse::UpdateStaging);
         if core.spare.is_some()
             && core.budget.set(MemoryUse::SpareWeights, core.budget.reserved(MemoryUse::Weights)).is_err()
@@ -167,6 +169,7 @@ impl Updates {
         adapters: &mut Adapters,
         header: &UpdateHeader,
         content: WeightUpdate,
+        tower: Option<[u8; 16]>,
     ) -> Attempt<UpdateReply> {
         let started = core.clock.now();
         check_header(core, adapters, header).map_err(Failure::Refused)?;
@@ -184,6 +187,7 @@ impl Updates {
             }
             (content, None) => {
                 let version = new_version(core, header).map_err(Failure::Refused)?;
+                let tower = tower_change(core, &content, tower);
                 match content {
                     WeightUpdate::Lora(adapter) => self.apply_lora(core, adapter)?,
                     WeightUpdate::Full(tensors) => apply_full(core, tensors)?,
@@ -191,7 +195,7 @@ impl Updates {
                     WeightUpdate::Delta(delta) => apply_delta(core, delta)?,
                 }
                 core.state = core.state.complete();
-                core.change_policy(version, header.running);
+                core.change_policy(version, header.running, tower);
                 None
             }
         };
@@ -363,6 +367,22 @@ fn reserve_staging<X: Executor>(
         Error::ResourceExhausted(ledger) => Error::ResourceExhausted(format!("{ledger}; {instead}")),
         other => other,
     })
+}
+
+/// The effect of an update on the vision tower. `pushed` is the digest of the values that it brings for it.
+fn tower_change<X: Executor>(core: &EngineCore<X>, content: &WeightUpdate, pushed: Option<[u8; 16]>) -> TowerChange {
+    let touches_tower = |adapter: &Adapter| adapter.parameters().any(is_of_tower);
+    let may_change = match content {
+        WeightUpdate::Full(_) | WeightUpdate::Packed(_) => {
+            return pushed.map_or(TowerChange::None, TowerChange::Pushed);
+        }
+        // Without a policy, the checkpoint becomes the base.
+        WeightUpdate::Lora(adapter) => {
+            !core.state.has_policy() || touches_tower(&core.policy.merged()) || touches_tower(adapter)
+        }
+        WeightUpdate::Delta(delta) => delta.names().any(is_of_tower),
+    };
+    if may_change { TowerChange::Unknown } else { TowerChange::None }
 }
 
 /// Replaces all parameters by tensors, of which some may have been written before.

@@ -19,13 +19,15 @@ pub enum RunningKv {
 impl Scheduler {
     /// Changes the policy to that of `epoch`, which was never used before, from the next step on. The groups keep their
     /// adapters. A prompt that is partly computed starts again, since its KV and its log-probabilities must be of one
-    /// policy. Cached prefixes and the embeddings of images are forgotten.
+    /// policy. Cached prefixes are forgotten, and the embeddings of images if the vision tower `is_tower_new`.
     ///
     /// # Panics
     /// If the last plan has not been answered.
-    pub fn change_policy(&mut self, epoch: u64, running: RunningKv) {
+    pub fn change_policy(&mut self, epoch: u64, running: RunningKv, is_tower_new: bool) {
         self.queue.groups_mut().for_each(|group| group.salt.epoch = epoch);
-        self.images.clear();
+        if is_tower_new {
+            self.images.clear();
+        }
         let keep = running == RunningKv::Keep;
         self.change_all(|sequence, cache| sequence.change_policy(epoch, keep, cache));
     }

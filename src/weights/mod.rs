@@ -13,7 +13,8 @@ pub use checkpoint::{
 };
 pub use lora::{Adapter, AdapterSpec, AdapterTensor, Factors};
 pub use parameters::{
-    Dtype, ParamSpec, Parameters, Partition, ShardRule, Slice, TensorData, head_range, matrix_shape, padded_share,
+    Dtype, ParamSpec, Parameters, Partition, ShardRule, Slice, TensorData, head_range, is_of_tower, matrix_shape,
+    padded_share,
 };
 pub(crate) use push::{BROADCAST_BUFFER_BYTES, largest_broadcast, most_announced};
 pub use push::{DeclaredPush, ReceiveMode, ReceivingPush, Segments, Sources, StagingBytes, VerifiedPush};

@@ -28,7 +28,7 @@ use rollout_server::server::ServingContext;
 use rollout_server::startup::{self, EngineThread};
 use rollout_server::types::{Picture, Prompt, SamplingParams, TokenId, TokenLogprobs};
 use rollout_server::weights::{
-    DeclaredPush, Dtype, Parameters, Source, Sources, TensorEntry, UpdateHeader, UpdateKind,
+    DeclaredPush, Dtype, Parameters, Source, Sources, TensorEntry, UpdateHeader, UpdateKind, VerifiedPush,
 };
 use safetensors::tensor::TensorView;
 pub use weights::{StateDict, random_weights, to_bytes, write_checkpoint};
@@ -457,8 +457,9 @@ impl Engine {
                 }
             }
         }
-        let (update, content) = (ticket.id, receiving.finish()?.update);
-        Ok(self.ask_later(|reply| Command::CommitUpdate { update, content, new_version: None, reply }))
+        let VerifiedPush { update: content, tower, .. } = receiving.finish()?;
+        let update = ticket.id;
+        Ok(self.ask_later(|reply| Command::CommitUpdate { update, content, tower, new_version: None, reply }))
     }
 
     pub fn push(&self, push: Push) -> Result<UpdateReply> {

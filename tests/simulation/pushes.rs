@@ -255,7 +255,7 @@ impl World {
         self.call(
             "CommitUpdate",
             &cancel,
-            |reply| Command::CommitUpdate { update, content, new_version: None, reply },
+            |reply| Command::CommitUpdate { update, content, tower: None, new_version: None, reply },
             move |book, reply: Result<UpdateReply>| {
                 book.note_commit(facts, &reply);
                 book.notes.push(Note::PushEnded(at));

@@ -323,7 +323,7 @@ impl Rig {
     }
 
     pub fn commit(&mut self, update: u64, content: WeightUpdate) -> Receiver<Result<UpdateReply>> {
-        self.call(|reply| Command::CommitUpdate { update, content, new_version: None, reply })
+        self.call(|reply| Command::CommitUpdate { update, content, tower: None, new_version: None, reply })
     }
 
     pub fn write_part(&mut self, update: u64) -> Result<()> {

@@ -86,7 +86,13 @@ fn phases_follow_each_other_without_gaps_and_cover_the_wall_clock() {
     engine.settles(Phase::Idle);
     let mut ticket = engine.call(|reply| begin(UpdateKind::Lora).command(reply)).unwrap();
     engine
-        .call(|reply| Command::CommitUpdate { update: ticket.id, content: lora(), new_version: None, reply })
+        .call(|reply| Command::CommitUpdate {
+            update: ticket.id,
+            content: lora(),
+            tower: None,
+            new_version: None,
+            reply,
+        })
         .unwrap();
     engine.settles(Phase::Idle);
     let (level, mode) = (SleepLevel::Two, DrainMode::Wait);

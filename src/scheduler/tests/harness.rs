@@ -93,6 +93,11 @@ impl FakeExecutor {
         StepOutput { tokens, failed: Vec::new() }
     }
 
+    fn forget_images(&mut self) {
+        self.embeddings.fill(None);
+        self.encoding = None;
+    }
+
     /// Runs blocks of the tower, which must be the next ones of the picture.
     fn encode(&mut self, encode: &PictureEncode) {
         let (picture, PictureEncode { blocks, rows, .. }) = (encode.picture.hash(), encode);
@@ -289,7 +294,15 @@ impl Harness {
 
     /// Changes the policy of all groups.
     pub fn change_policy(&mut self, epoch: u64, running: RunningKv) {
-        self.scheduler.change_policy(epoch, running);
+        self.change_policy_and_tower(epoch, running, true);
+    }
+
+    /// Changes the policy of all groups, and the vision tower if it `is_tower_new`.
+    pub fn change_policy_and_tower(&mut self, epoch: u64, running: RunningKv, is_tower_new: bool) {
+        self.scheduler.change_policy(epoch, running, is_tower_new);
+        if is_tower_new {
+            self.executor.forget_images();
+        }
         self.groups.values_mut().for_each(|group| group.salt.epoch = epoch);
         self.note_tables();
         self.scheduler.check_integrity();
@@ -303,8 +316,7 @@ impl Harness {
         assert_eq!((blocks.free, blocks.cached), (blocks.total, 0));
         // The memory is released, and has no content when it is there again.
         self.executor.slots.fill(None);
-        self.executor.embeddings.fill(None);
-        self.executor.encoding = None;
+        self.executor.forget_images();
     }
 
     fn note_tables(&mut self) {

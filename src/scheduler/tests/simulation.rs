@@ -137,7 +137,7 @@ fn change(harness: &mut Harness, rng: &mut ChaCha8Rng, epoch: &mut u64) {
     if rng.random_bool(0.03) {
         *epoch += 1;
         let running = *[RunningKv::Keep, RunningKv::Recompute].choose(rng).expect("not empty");
-        harness.change_policy(*epoch, running);
+        harness.change_policy_and_tower(*epoch, running, rng.random_bool(0.5));
         assert_eq!(harness.scheduler.stats().cached_blocks, 0, "a prefix of another policy is cached");
     }
     if rng.random_bool(0.01) {

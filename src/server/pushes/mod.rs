@@ -44,10 +44,10 @@ pub(super) async fn transact(
             error = server.ending() => return Err(error),
         };
         let took = started.elapsed();
-        let StagedUpdate { id, push: VerifiedPush { update: content, digest, bytes, parameters }, new_version } =
-            staged;
+        let StagedUpdate { id, push, new_version } = staged;
+        let VerifiedPush { update: content, digest, tower, bytes, parameters } = push;
         noted.commits(bytes, digest);
-        let commit = |reply| Command::CommitUpdate { update: id, content, new_version, reply };
+        let commit = |reply| Command::CommitUpdate { update: id, content, tower, new_version, reply };
         let reply = match ask_blocking(&context.engine, commit).await? {
             // CancelUpdate came just before the commit.
             Err(error) => return Err(cancelled.try_recv().unwrap_or(error)),

@@ -9,7 +9,7 @@ use super::tensor::PushedTensor;
 use super::transport::OpenSource;
 use super::verify::Digest;
 use crate::error::{Error, Result};
-use crate::weights::parameters::{EMBEDDING, ParameterMapping, Parameters, nearest, resolve};
+use crate::weights::parameters::{Dtype, EMBEDDING, ParameterMapping, Parameters, is_of_tower, nearest, resolve};
 use crate::weights::update::{TensorEntry, UpdateKind};
 
 /// Most tensors of a push: more than any model has, mixtures of experts with an adapter on each included.
@@ -272,6 +272,32 @@ impl Manifest {
     /// # Errors
     /// `InvalidArgument` naming a tensor that is not whole.
     pub fn digest(&self) -> Result<Digest> {
+        let mut hasher = Hasher::new();
+        self.digests()?.iter().for_each(|(_, digest)| hasher.write(digest));
+        Ok(hasher.finish_128().to_be_bytes())
+    }
+
+    /// The digest of the tensors of the vision tower, which equal values under equal names share; `None` if there are
+    /// none.
+    ///
+    /// # Errors
+    /// As for [`Self::digest`].
+    pub fn tower_digest(&self) -> Result<Option<Digest>> {
+        let of_tower = |tensor: &PushedTensor| tensor.mapping.parts.iter().any(|part| is_of_tower(&part.parameter));
+        let names: HashMap<&str, Dtype> =
+            self.tensors.iter().filter(|t| of_tower(t)).map(|t| (t.name(), t.entry.dtype)).collect();
+        let mut hasher = Hasher::new();
+        for (name, digest) in self.digests()? {
+            if let Some(dtype) = names.get(name) {
+                hasher.write(format!("{name}\0{dtype:?}\0").as_bytes());
+                hasher.write(&digest);
+            }
+        }
+        Ok((!names.is_empty()).then(|| hasher.finish_128().to_be_bytes()))
+    }
+
+    /// Name and digest of each tensor, ordered by the names.
+    fn digests(&self) -> Result<Vec<(&str, Digest)>> {
         let digest = |tensor: &PushedTensor| {
             tensor.digest().ok_or_else(|| {
                 let (name, received, bytes) = (tensor.name(), tensor.received(), tensor.bytes);
@@ -281,8 +307,6 @@ impl Manifest {
         let digests = self.tensors.iter().map(|tensor| Ok((tensor.name(), digest(tensor)?)));
         let mut digests = digests.collect::<Result<Vec<_>>>()?;
         digests.sort_unstable();
-        let mut hasher = Hasher::new();
-        digests.iter().for_each(|(_, digest)| hasher.write(digest));
-        Ok(hasher.finish_128().to_be_bytes())
+        Ok(digests)
     }
 }

@@ -94,6 +94,8 @@ pub struct VerifiedPush {
     pub update: WeightUpdate,
     /// XXH3-128, big-endian, over the digests of all tensors in the order of their names.
     pub digest: [u8; 16],
+    /// Digest of the values of the vision tower; `None` unless this is a FULL push to a model that has one.
+    pub tower: Option<[u8; 16]>,
     /// Bytes of all tensors as transported.
     pub bytes: u64,
     /// How many parameters of the model the push brings.
@@ -253,6 +255,7 @@ impl ReceivingPush {
         self.read_files()?;
         let DeclaredPush { header, mut manifest, adapter, .. } = self.push;
         let (digest, bytes) = (manifest.digest()?, manifest.declared);
+        let tower = if header.kind == UpdateKind::Full { manifest.tower_digest()? } else { None };
         manifest.check_head(PushedTensor::digest)?;
         let mut parameters = manifest.covered();
         let update = match (header.kind, self.mode) {
@@ -271,7 +274,7 @@ impl ReceivingPush {
             }
             (UpdateKind::Delta, _) => WeightUpdate::Delta(Arc::new(delta::decode_all(&mut manifest)?)),
         };
-        Ok(VerifiedPush { update, digest, bytes, parameters })
+        Ok(VerifiedPush { update, digest, tower, bytes, parameters })
     }
 
     /// Takes the tensors that have been declared for all, although more may have been announced.

@@ -10,7 +10,7 @@ use std::sync::Arc;
 use rollout_server::engine::{CancelFlag, Command, DrainMode, LifecycleStatus, SleepLevel};
 use rollout_server::error::{Error, Result};
 use rollout_server::types::{SamplingParams, TokenId};
-use rollout_server::weights::{Allocation, DeclaredPush, Source, TensorEntry};
+use rollout_server::weights::{Allocation, DeclaredPush, Source, TensorEntry, VerifiedPush};
 use trainer::{BLOCK_BYTES, Trainer, lend, open, uuid};
 
 use crate::common::{Engine, Push, Request, StateDict, random_prompts, random_weights, update_sender};
@@ -74,8 +74,8 @@ fn push_lent(engine: &Engine, push: &Push, later: Vec<TensorEntry>, between: imp
         }
         receiving.finish()
     })();
-    let content = received.inspect_err(|_| cancel.cancel())?.update;
-    engine.ask(|reply| Command::CommitUpdate { update: ticket.id, content, new_version: None, reply }).map(drop)
+    let VerifiedPush { update: content, tower, .. } = received.inspect_err(|_| cancel.cancel())?;
+    engine.ask(|reply| Command::CommitUpdate { update: ticket.id, content, tower, new_version: None, reply }).map(drop)
 }
 
 fn push(engine: &Engine, push: &Push) -> Result<()> {
