@@ -18,6 +18,8 @@ pub struct EmbeddingCache {
 struct CachedEmbeddings {
     rows: Range<usize>,
     last_use: u64,
+    /// Whether no prompt has used them yet.
+    is_new: bool,
 }
 
 impl EmbeddingCache {
@@ -39,6 +41,11 @@ impl EmbeddingCache {
         Some(entry.rows.clone())
     }
 
+    /// Whether a picture that has rows is used for the first time. The next call counts as a later use.
+    pub fn is_first_use(&mut self, picture: PictureHash) -> bool {
+        self.entries.get_mut(&picture).is_some_and(|entry| std::mem::take(&mut entry.is_new))
+    }
+
     /// Gives `tokens` rows to a picture that has none. Drops the least recently used pictures until as many rows are
     /// free in one run, but no picture that `is_protected`. If that is not enough, nothing changes.
     pub fn allocate(
@@ -56,7 +63,7 @@ impl EmbeddingCache {
             self.entries.remove(other);
         });
         self.uses += 1;
-        self.entries.insert(picture, CachedEmbeddings { rows: rows.clone(), last_use: self.uses });
+        self.entries.insert(picture, CachedEmbeddings { rows: rows.clone(), last_use: self.uses, is_new: true });
         Some(rows)
     }
 
@@ -118,6 +125,7 @@ mod tests {
         assert_eq!(cache.allocate(picture(1), 4, |_| false), Some(0..4));
         assert_eq!(cache.allocate(picture(2), 4, |_| false), Some(4..8));
         assert_eq!(cache.find(picture(1)), Some(0..4));
+        assert_eq!((cache.is_first_use(picture(1)), cache.is_first_use(picture(1))), (true, false));
         assert_eq!(cache.allocate(picture(3), 3, |_| false), Some(4..7), "the second has not been used since");
         assert_eq!((cache.find(picture(2)), cache.len()), (None, 2));
         assert_eq!(cache.allocate(picture(4), 3, |_| false), Some(7..10), "nothing needs to go");

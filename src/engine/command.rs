@@ -32,6 +32,10 @@ pub enum Command {
     ResetPrefixCache {
         reply: Reply<Result<usize>>,
     },
+    /// Drops the embeddings of all pictures. The reply is the number of the pictures.
+    ResetEncoderCache {
+        reply: Reply<usize>,
+    },
     /// Opens an update: makes all checks that are possible before its data arrives, and reserves memory for it.
     BeginUpdate {
         header: Arc<UpdateHeader>,
@@ -50,12 +54,12 @@ pub enum Command {
     CommitUpdate {
         update: u64,
         content: WeightUpdate,
+        /// Digest of the values of the vision tower, if the push brings all of them.
+        tower: Option<[u8; 16]>,
         /// The policy's version after the update, if it was not known when the update began.
         new_version: Option<WeightVersion>,
         reply: Reply<Result<UpdateReply>>,
     },
-        /// Digest of the values of the vision tower, if the push brings all of them.
-        tower: Option<[u8; 16]>,
     /// Cancels the open update, if its number is `update` or no number is given. The reply describes the update; it is
     /// `None` if no such update was open.
     CancelUpdate {

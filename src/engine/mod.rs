@@ -270,6 +270,7 @@ impl<X: Executor> Engine<X> {
             Command::Abort { target, owner, reply } => reply(self.admission.abort(&mut self.core, target, owner)),
             Command::Status { reply } => reply(self.status()),
             Command::ResetPrefixCache { reply } => reply(Ok(self.core.scheduler.reset_prefix_cache())),
+            Command::ResetEncoderCache { reply } => reply(self.core.scheduler.reset_encoder_cache()),
             Command::BeginUpdate { header, staging, sender, reply } => {
                 self.drop_cancelled();
                 let (core, adapters) = (&mut self.core, &self.adapters);

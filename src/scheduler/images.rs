@@ -28,12 +28,16 @@ pub(super) struct Images {
     current: Option<(PictureHash, usize)>,
     /// Number of pictures encoded so far.
     pub encoded: u64,
+    /// Number of images whose embeddings prompts have needed so far.
+    pub queried: u64,
+    /// How many of those another prompt had needed before.
+    pub reused: u64,
 }
 
 impl Images {
     pub fn new(config: ImageScheduling) -> Self {
         let cache = EmbeddingCache::new(config.embedding_rows);
-        Self { config, cache, current: None, encoded: 0 }
+        Self { config, cache, current: None, encoded: 0, queried: 0, reused: 0 }
     }
 
     /// Most tokens of an image.
@@ -68,8 +72,12 @@ impl Images {
     pub fn embeddings(&mut self, sequence: &Sequence, chunk: Range<usize>) -> Vec<EmbeddingRows> {
         let mut found = Vec::new();
         for image in overlapping(&sequence.prompt.images, chunk.clone()) {
-            let first = self.cache.find(image.picture.hash()).expect("the chunk ends before images without").start;
-            let Range { start, end } = image.placeholders;
+            let (picture, Range { start, end }) = (image.picture.hash(), image.placeholders.clone());
+            let first = self.cache.find(picture).expect("the chunk ends before images without").start;
+            if chunk.contains(&start) {
+                self.queried += 1;
+                self.reused += u64::from(!self.cache.is_first_use(picture));
+            }
             let tokens = start.max(chunk.start)..end.min(chunk.end);
             let rows = first + tokens.start - start..first + tokens.end - start;
             found.push(EmbeddingRows { offset: tokens.start - chunk.start, rows });

@@ -268,6 +268,14 @@ impl Scheduler {
         self.cache.reset_prefix_cache()
     }
 
+    /// Forgets the embeddings of all pictures, and returns the number of the pictures. Sequences that need them encode
+    /// theirs again.
+    pub fn reset_encoder_cache(&mut self) -> usize {
+        let held = self.images.held();
+        self.images.clear();
+        held
+    }
+
     /// The scheduler's part of the engine's numbers.
     pub fn stats(&self) -> EngineStats {
         let blocks = self.cache.counts();
@@ -279,6 +287,8 @@ impl Scheduler {
             cached_blocks: blocks.cached as u64,
             encoded_images: self.images.encoded,
             held_images: self.images.held() as u64,
+            queried_images: self.images.queried,
+            reused_images: self.images.reused,
             ..self.stats
         }
     }

@@ -29,6 +29,12 @@ pub(super) async fn resume(server: &ServerState) -> Result<()> {
     ask(&context.engine, |reply| Command::Resume { reply }).await?
 }
 
+/// Drops the embeddings of all pictures, and returns the number of the pictures.
+pub(super) async fn reset_encoder_cache(server: &ServerState) -> Result<usize> {
+    let context = server.context()?;
+    ask(&context.engine, |reply| Command::ResetEncoderCache { reply }).await
+}
+
 /// Removes the prefixes that no sequence holds from the cache, and returns the number of their blocks.
 pub(super) async fn reset_prefix_cache(server: &ServerState) -> Result<usize> {
     let context = server.context()?;

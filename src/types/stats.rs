@@ -83,6 +83,10 @@ engine_stats! {
     encoded_images: counter "rollout:images_encoded_total",
     /// Images whose embeddings are held or being made.
     held_images: gauge "rollout:images_held",
+    /// Images whose embeddings a prompt has needed.
+    queried_images: counter "rollout:mm_cache_queries_total" = vllm,
+    /// Images whose embeddings another prompt had already needed, so that they were not encoded again.
+    reused_images: counter "rollout:mm_cache_hits_total" = vllm,
     /// Version of the policy that serves.
     weight_version: gauge "rollout:weight_version",
     /// Pushes applied since the start.

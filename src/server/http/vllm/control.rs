@@ -151,20 +151,21 @@ pub(super) async fn reset_prefix_cache(State(app): State<AppState>, query: Query
     Ok(query.ignored(&[]).name_in(Json(Reset { success: stats.free_blocks == stats.total_blocks })))
 }
 
-/// Accepted for vLLM's clients; the server has no such cache.
+/// Accepted for vLLM's clients; the server keeps no pictures between requests.
 #[utoipa::path(post, path = "/reset_mm_cache", responses(
-    (status = 200, description = "no effect: this server has no such cache"),
+    (status = 200, description = "no effect: the server keeps no pictures between requests"),
 ))]
 pub(super) async fn reset_mm_cache(query: Query) -> Response {
     query.ignored(&[]).name_in(())
 }
 
-/// Accepted for vLLM's clients; the server has no such cache.
+/// Drops the embeddings of all images. Not needed after a push, which drops them too.
 #[utoipa::path(post, path = "/reset_encoder_cache", responses(
-    (status = 200, description = "no effect: this server has no such cache"),
+    (status = 200, description = "images of later requests, and of running ones that need them, are encoded again"),
 ))]
-pub(super) async fn reset_encoder_cache(query: Query) -> Response {
-    query.ignored(&[]).name_in(())
+pub(super) async fn reset_encoder_cache(State(app): State<AppState>, query: Query) -> HttpResult<Response> {
+    lifecycle::reset_encoder_cache(&app.server).await?;
+    Ok(query.ignored(&[]).name_in(()))
 }
 
 #[derive(Deserialize, ToSchema)]
