@@ -234,10 +234,10 @@ def test_members_that_nothing_reads_are_listed(send):
         ({"max_tokens": None}, 400, "invalid_request_error", "max_tokens"),
         ({"messages": 3}, 400, "invalid_request_error", "messages"),
         (
-            {"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]},
+            {"messages": [{"role": "user", "content": [{"type": "image", "source": {"type": "base64", "data": ""}}]}]},
             400,
             "invalid_request_error",
-            "messages[0].content[0].type: image: this model takes text",
+            "messages[0].content[0].type: image_url: this model takes text",
         ),
         (
             {"thinking": {"type": "enabled", "budget_tokens": 2000}},

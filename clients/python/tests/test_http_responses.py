@@ -196,7 +196,7 @@ def test_members_without_effect_are_listed(send):
         ({"background": True}, "background", "stores no responses"),
         ({"truncation": "auto"}, "truncation", "shorter input"),
         ({"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "data:"}]}]},
-         "input[0].content[0].type", "this model takes text"),
+         "messages[0].content[0].type", "this model takes text"),
         ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0].type", "item_reference"),
         ({"tools": [{"type": "web_search"}]}, "tools[0].type", "only functions"),
         ({"tools": TOOLS, "tool_choice": {"type": "function", "name": "sub"}}, "tool_choice", "sub"),

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import base64
 import hashlib
 import json
-import zlib
 import shutil
+import zlib
 
 import numpy as np
 import pytest
@@ -115,8 +116,22 @@ def test_chats_take_the_images_of_their_parts(client, rng):
     parts = [{"type": "text", "text": "What is "}, {"type": "image"}, {"type": "text", "text": "?"}]
     (output,) = client.generate([[{"role": "user", "content": parts}]], images=[[image]])
     assert output.prompt_token_ids.count(PAD) == output.images[0].tokens == 6
-    with pytest.raises(InvalidArgument, match="image_url: pixels come beside the chat"):
-        client.generate([[{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]])
+
+
+def test_chats_may_hold_images_in_data_urls(client, rng):
+    """Beside images of the prompt, in the order of the parts."""
+    first, last = png_file(56, 56, (10, 20, 30)), picture(rng)
+    url = {"url": f"data:image/png;base64,{base64.b64encode(first).decode()}"}
+    parts = [{"type": "image_url", "image_url": url}, {"type": "text", "text": "and"}, {"type": "image"}]
+    chat, sampling = [{"role": "user", "content": parts}], SamplingParams(seed=3)
+    (inline,) = client.generate([chat], images=[[last]], sampling=sampling)
+    parts[0] = {"type": "image"}
+    (beside,) = client.generate([chat], images=[[first, last]], sampling=sampling)
+    assert (inline.images, inline.prompt_token_ids) == (beside.images, beside.prompt_token_ids)
+    assert inline.samples[0].token_ids == beside.samples[0].token_ids
+    parts[0] = {"type": "image_url", "image_url": {"url": "https://example.com/a.png"}}
+    with pytest.raises(InvalidArgument, match=r"messages_json\[0\].content\[0\].image_url: .* is not a data: URL"):
+        client.generate([chat], images=[[last]])
 
 
 def test_images_that_do_not_fit_the_prompt_are_rejected(client, rng):
@@ -125,7 +140,7 @@ def test_images_that_do_not_fit_the_prompt_are_rejected(client, rng):
         ([1, PAD, PAD], [image], r"prompts\[0\].tokens: image 0 has 2 placeholders, but 2 x 3 tokens"),
         ([1], [image], "has placeholders of 0 images, but the prompt has 1"),
         ([1, PAD], [], r"but the prompt has no images"),
-        ([PAD] * 4, [image] * 4, r"prompts\[0\].images: 4 images are more than 3"),
+        ([PAD] * 4, [image] * 4, r"prompts\[0\].images\[3\].pixels: 4 images are more than 3"),
         ([PAD], [image[:27]], r"prompts\[0\].images\[0\].pixels: 84 x 27 pixels are not multiples of 28"),
         ([PAD], [image.astype(np.float32)], r"images\[0\]\[0\]: expected 8-bit RGB"),
         ([PAD], [Pixels(84, 56, b"no")], r"images\[0\].pixels.rgb: has 2 bytes"),

@@ -2,8 +2,11 @@
 
 use serde_json::{Map, Value, json};
 
-use super::pb;
+use super::images::GivenImage;
+use super::pb::image::Source;
+use super::{data_url, pb};
 use crate::error::{Error, Result, shown};
+use crate::memory::Charge;
 use crate::text::Conversation;
 
 /// Most bytes that a byte of the chat's texts takes besides what the template makes of it: copies as JSON values and as
@@ -38,6 +41,59 @@ pub(super) fn rendering_bytes(chat: &pb::Chat) -> u64 {
 /// Upper bound on the number of values in a JSON text.
 fn values(text: &str) -> u64 {
     1 + text.bytes().filter(|byte| matches!(byte, b'[' | b'{' | b',' | b':')).count() as u64
+}
+
+/// Takes the images out of the messages of a chat, in the order of its parts. A part of the type `image` stands for the
+/// next image of `given`. One of the type `image_url` or `input_image` holds a file in a `data:` URL, and becomes a
+/// part of the type `image`.
+///
+/// # Errors
+/// `InvalidArgument` for a URL of another kind; `ResourceExhausted` if memory for the files is short.
+pub(super) fn take_images(
+    path: &str,
+    chat: &mut pb::Chat,
+    given: Vec<GivenImage>,
+    charge: &mut Charge,
+) -> Result<Vec<GivenImage>> {
+    let json = &mut chat.messages_json;
+    if !["image_url", "input_image"].into_iter().any(|kind| json.contains(kind)) {
+        return Ok(given);
+    }
+    let path = format!("{path}.messages_json");
+    let (mut given, mut found) = (given.into_iter(), Vec::new());
+    // The files, which are shorter than their texts, stay.
+    charge.grow(json.len() as u64)?;
+    let copies = 2 * json.len() as u64 + values(json) * VALUE;
+    let take = || -> Result<()> {
+        let mut messages = parsed(&path, json)?;
+        for (i, message) in messages.as_array_mut().into_iter().flatten().enumerate() {
+            let parts = message.get_mut("content").and_then(Value::as_array_mut);
+            for (j, part) in parts.into_iter().flatten().enumerate() {
+                let path = format!("{path}[{i}].content[{j}]");
+                found.extend(match part.get("type").and_then(Value::as_str) {
+                    Some("image") => given.next(),
+                    Some("image_url" | "input_image") => Some(image_of_part(&path, part)?),
+                    _ => None,
+                });
+            }
+        }
+        *json = messages.to_string();
+        Ok(())
+    };
+    charge.hold(copies, take)??;
+    found.extend(given);
+    Ok(found)
+}
+
+/// The image of a part, which becomes one of the type `image`.
+fn image_of_part(path: &str, part: &mut Value) -> Result<GivenImage> {
+    let path = format!("{path}.image_url");
+    let given = part.get("image_url").unwrap_or(&Value::Null);
+    let url = given.get("url").unwrap_or(given).as_str();
+    let url = url.ok_or_else(|| Error::invalid(&path, "is neither a URL nor an object with a url"))?;
+    let file = data_url::decode(url).map_err(|message| Error::invalid(&path, message))?;
+    *part = json!({ "type": "image" });
+    Ok(GivenImage { path, source: Some(Source::Encoded(file)) })
 }
 
 /// Checks a chat, for a model that takes images in messages or not. Needs as many bytes as [`rendering_bytes`] says.
@@ -125,14 +181,10 @@ fn part(path: &str, given: Value, takes_images: bool) -> Result<Value> {
         None | Some(Some("text" | "input_text" | "output_text")) => "text",
         Some(Some("refusal")) => "refusal",
         Some(Some("image")) if takes_images => return Ok(json!({ "type": "image" })),
-        Some(Some("image_url")) if takes_images => {
-            let message =
-                "image_url: pixels come beside the chat, in the prompt's images; send a part of the type image";
-            return Err(Error::invalid(format!("{path}.type"), message));
-        }
         Some(kind) => {
             let kind = shown(kind.unwrap_or("not a text"), MAX_SHOWN);
-            let message = format!("{kind}: this model takes text; send parts of the type text");
+            let taken = if takes_images { "text and images" } else { "text" };
+            let message = format!("{kind}: this model takes {taken}; send parts of the type text");
             return Err(Error::invalid(format!("{path}.type"), message));
         }
     };

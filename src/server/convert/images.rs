@@ -2,6 +2,7 @@
 
 use std::ops::Range;
 
+use super::pb::image::Source;
 use super::{check_most, pb};
 use crate::error::{Error, Result};
 use crate::memory::Charge;
@@ -14,51 +15,70 @@ type SizedPicture = (Picture, [usize; 2]);
 /// A picture with its placeholders, and the rows and columns of its tokens.
 type PlacedPicture = (Picture, Range<usize>, [usize; 2]);
 
-/// The prompt of these token ids with these images. `tokens_path` is the path of the token ids, `images_path` that of
-/// the images.
+/// An image of a request that is not checked yet.
+pub(super) struct GivenImage {
+    /// Where the request has it.
+    pub path: String,
+    pub source: Option<Source>,
+}
+
+/// The images at `path`, in their order.
+pub(super) fn given(path: &str, images: Vec<pb::Image>) -> Vec<GivenImage> {
+    let given = |(i, image): (usize, pb::Image)| {
+        let member = match &image.source {
+            None => "",
+            Some(Source::Pixels(_)) => ".pixels",
+            Some(Source::Encoded(_)) => ".encoded",
+        };
+        GivenImage { path: format!("{path}[{i}]{member}"), source: image.source }
+    };
+    images.into_iter().enumerate().map(given).collect()
+}
+
+/// The prompt of these token ids with these images. `path` is the path of the token ids.
 ///
 /// # Errors
 /// `InvalidArgument` if the model takes no images or not as many, if an image has a wrong size, or if the placeholders
 /// are not those of the images: of each in turn either one, which is expanded, or as many as it has tokens.
 pub(super) fn place(
-    tokens_path: &str,
+    path: &str,
     tokens: Vec<TokenId>,
-    images_path: &str,
-    images: Vec<pb::Image>,
+    images: Vec<GivenImage>,
     model: &ModelFacts,
     charge: &mut Charge,
 ) -> Result<Prompt> {
     let Some(rules) = &model.images else {
-        ensure!(images.is_empty(), images_path, "this model takes no images; send text alone");
+        if let Some(image) = images.into_iter().next() {
+            return Err(Error::invalid(image.path, "this model takes no images; send text alone"));
+        }
         return Ok(Prompt::from_tokens(tokens));
     };
-    check_most(images_path, images.len(), "images", rules.most_per_prompt, "raise --limit-mm-per-prompt")?;
-    let sized = |(i, image)| picture(&format!("{images_path}[{i}]"), image, rules, charge);
-    let pictures = images.into_iter().enumerate().map(sized).collect::<Result<Vec<SizedPicture>>>()?;
-    check_placeholders(tokens_path, &tokens, &pictures, rules)?;
-    let (tokens, placed) = expand(tokens_path, tokens, pictures, rules)?;
+    if let Some(image) = images.get(rules.most_per_prompt) {
+        check_most(&image.path, images.len(), "images", rules.most_per_prompt, "raise --limit-mm-per-prompt")?;
+    }
+    let sized = |image| picture(image, rules, charge);
+    let pictures = images.into_iter().map(sized).collect::<Result<Vec<SizedPicture>>>()?;
+    check_placeholders(path, &tokens, &pictures, rules)?;
+    let (tokens, placed) = expand(path, tokens, pictures, rules)?;
     charge.grow(size_of_val(&tokens[..]) as u64)?;
     Ok(Prompt::with_images(tokens, placed))
 }
 
-fn picture(path: &str, image: pb::Image, rules: &ImageRules, charge: &mut Charge) -> Result<SizedPicture> {
-    use pb::image::Source;
-    let (path, picture) = match image.source {
+fn picture(image: GivenImage, rules: &ImageRules, charge: &mut Charge) -> Result<SizedPicture> {
+    let GivenImage { path, source } = image;
+    let picture = match source {
         None => return Err(Error::invalid(path, "has no source; give pixels, or an encoded file")),
         Some(Source::Pixels(pb::Pixels { width, height, rgb })) => {
-            let path = format!("{path}.pixels");
             charge.grow(rgb.len() as u64)?;
-            let picture = Picture::new(&path, width, height, 1, rgb)?;
-            (path, picture)
+            Picture::new(&path, width, height, 1, rgb)?
         }
         Some(Source::Encoded(file)) => {
-            let path = format!("{path}.encoded");
             let header = Header::read(&path, &file)?;
             let bytes = header.decoded_bytes(&rules.preprocessor)?;
             let decode = || charge.hold(bytes, || header.decode(&file, &rules.preprocessor));
             let picture = rules.decode_slots.run(decode)??;
             charge.grow(picture.rgb().len() as u64)?;
-            (path, picture)
+            picture
         }
     };
     let (width, height) = (picture.width(), picture.height());

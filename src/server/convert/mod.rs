@@ -13,6 +13,7 @@ macro_rules! ensure {
 }
 
 mod chat;
+pub(super) mod data_url;
 mod images;
 mod lifecycle;
 mod prompt;
@@ -29,7 +30,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 pub(super) use lifecycle::{asleep, drain_mode, lifecycle, sleep_level, sleep_reply, wake_tags};
-pub(super) use prompt::tokens;
+pub(super) use prompt::unlimited;
 pub(super) use timeline::timeline;
 pub(super) use update::{adapters, describe, dtype, header, open_update, tensors, update_reply};
 

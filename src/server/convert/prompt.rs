@@ -35,8 +35,8 @@ pub(super) fn sequences(
     let check = |(i, s): (usize, pb::TokenIds)| {
         let path = format!("sequences[{i}]");
         check_tokens(&path, &s.ids, model)?;
-        let images = images.next().unwrap_or_default().images;
-        let prompt = images::place(&path, s.ids, &format!("images[{i}].images"), images, model, charge)?;
+        let images = images::given(&format!("images[{i}].images"), images.next().unwrap_or_default().images);
+        let prompt = images::place(&path, s.ids, images, model, charge)?;
         let (n, most) = (prompt.tokens.len(), model.max_model_len);
         ensure!(n <= most, path, "{n} tokens are more than the context of {most}");
         let named = rows.next().unwrap_or_default().rows;
@@ -46,9 +46,13 @@ pub(super) fn sequences(
     sequences.into_iter().enumerate().map(check).collect()
 }
 
-/// The token ids of a prompt, which need not fit into the context.
-pub(in crate::server) fn tokens(prompt: pb::Prompt, model: &ModelFacts, charge: &mut Charge) -> Result<Vec<TokenId>> {
-    encoded("prompts[0]", prompt, model, usize::MAX, charge).map(|(_, ids)| ids)
+/// A prompt that need not fit into the context.
+pub(in crate::server) fn unlimited(mut prompt: pb::Prompt, model: &ModelFacts, charge: &mut Charge) -> Result<Prompt> {
+    let path = "prompts[0]";
+    let images = take_images(path, &mut prompt, model, charge)?;
+    let (path, ids) = encoded(path, prompt, model, usize::MAX, charge)?;
+    // A text may have placeholders without images.
+    if images.is_empty() { Ok(Prompt::from_tokens(ids)) } else { images::place(&path, ids, images, model, charge) }
 }
 
 /// The path of a prompt's content, and its token ids. A text that certainly has more than `most` is rejected.
@@ -94,8 +98,10 @@ fn encoded(
 fn prompt(path: &str, mut prompt: pb::Prompt, model: &ModelFacts, charge: &mut Charge) -> Result<Prompt> {
     let (named, rows_path) = (std::mem::take(&mut prompt.logprob_token_ids), format!("{path}.logprob_token_ids"));
     let (kept, keep_first) = (prompt.keep_tokens.map(|kept| kept as usize), prompt.keep_first);
-    let (images, images_path) = (std::mem::take(&mut prompt.images), format!("{path}.images"));
-    ensure!(images.is_empty() || kept.is_none(), images_path, "cannot be combined with keep_tokens; leave it unset");
+    let images = take_images(path, &mut prompt, model, charge)?;
+    if let Some(image) = images.first().filter(|_| kept.is_some()) {
+        return Err(Error::invalid(&image.path, "a prompt with images cannot be cut; leave keep_tokens unset"));
+    }
     // A text that is cut may be longer than the context.
     let most = if kept.is_some() { usize::MAX } else { model.max_model_len };
     ensure!(kept != Some(0), format!("{path}.keep_tokens"), "0 tokens; keep at least 1");
@@ -106,11 +112,31 @@ fn prompt(path: &str, mut prompt: pb::Prompt, model: &ModelFacts, charge: &mut C
         None => {}
     }
     check_tokens(&path, &ids, model)?;
-    let prompt = images::place(&path, ids, &images_path, images, model, charge)?;
+    let prompt = images::place(&path, ids, images, model, charge)?;
     let (n, most) = (prompt.tokens.len(), model.max_model_len);
     ensure!(n < most, path, "{n} tokens leave no room for one more in the context of {most}; shorten the prompt");
     let logprob_token_ids = named_rows(&rows_path, named, n, model)?;
     Ok(Prompt { logprob_token_ids, ..prompt })
+}
+
+/// Takes the images of a prompt: those of its field, and those that the messages of a chat hold, which become parts of
+/// the type `image`.
+///
+/// # Errors
+/// `InvalidArgument` for a part of the messages.
+fn take_images(
+    path: &str,
+    prompt: &mut pb::Prompt,
+    model: &ModelFacts,
+    charge: &mut Charge,
+) -> Result<Vec<images::GivenImage>> {
+    let images = images::given(&format!("{path}.images"), std::mem::take(&mut prompt.images));
+    match &mut prompt.kind {
+        Some(pb::prompt::Kind::Chat(chat)) if model.images.is_some() => {
+            chat::take_images(&format!("{path}.chat"), chat, images, charge)
+        }
+        _ => Ok(images),
+    }
 }
 
 /// Checks the rows of tokens to report beside the last ones of a prompt of `n` tokens.

@@ -120,6 +120,10 @@ fn member(path: &str) -> String {
         let member = chat.strip_prefix('.').unwrap_or("messages");
         return member.replacen("template_arguments", "chat_template_kwargs", 1).replacen("_json", "", 1);
     }
+    if let Some(within) = kind.strip_prefix(".images[") {
+        let (index, _) = within.split_once(']').unwrap_or((within, ""));
+        return format!("images[{index}]");
+    }
     if let Some(within) = kind.strip_prefix(".logprob_token_ids") {
         return format!("sampling_params.prompt_logprob_token_ids{}", within.replacen(".ids", "", 1));
     }

@@ -6,6 +6,7 @@ mod connections;
 mod error;
 mod events;
 mod facts;
+mod features;
 mod members;
 mod middleware;
 mod models;

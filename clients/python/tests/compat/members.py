@@ -330,8 +330,10 @@ CASES = {
     "mm_payload": Case("none", routes="CH"),
     "return_mm_kwargs": Case(False, routes="CH"),
     # Token ids in, token ids out.
-    "features": Case({"mm_hashes": {}, "mm_placeholders": {}}, routes="G"),
-    "content_parts": Case([{"type": "text", "text": "a"}], routes="G"),
+    "features": Case(
+        {"mm_hashes": {"image": ["a"]}, "mm_placeholders": {"image": [{"offset": 0, "length": 1}]}}, routes="G"
+    ),
+    "content_parts": Case([{"type": "image_url", "url": IMAGE}], routes="G"),
     "token_offsets": Case([[0, 1]], routes="G"),
     "reasoning_ended": Case(
         False, changed, {**THINKS, "structured_outputs": {"regex": "[0-9]{3}"}}, routes="G", model="thinker"

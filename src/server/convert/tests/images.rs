@@ -87,7 +87,7 @@ fn placeholders_are_taken_as_they_are_or_expanded() {
 #[test]
 fn placeholders_that_do_not_belong_to_the_images_are_rejected() {
     let (small, large) = (image(1, 2), image(2, 3));
-    let (tokens, images) = ("prompts[0].tokens", "prompts[0].images");
+    let tokens = "prompts[0].tokens";
     refused(
         prompt(&[1, PAD, PAD, PAD], std::slice::from_ref(&small)),
         tokens,
@@ -110,11 +110,11 @@ fn placeholders_that_do_not_belong_to_the_images_are_rejected() {
     refused(prompt(&[1, VIDEO], &[]), "prompts[0].tokens[1]", "91 stands for a video");
     refused(
         prompt(&[PAD, 1, PAD, 2, PAD], &[small.clone(), small.clone(), small.clone()]),
-        images,
+        "prompts[0].images[2].pixels",
         "3 images are more than 2",
     );
     let cut = pb::Prompt { keep_tokens: Some(3), ..prompt(&[PAD, 1], &[small]) };
-    refused(cut, images, "cannot be combined with keep_tokens");
+    refused(cut, "prompts[0].images[0].pixels", "a prompt with images cannot be cut");
     let most = [vec![PAD; 6], vec![1; 26]].concat();
     refused(prompt(&most, &[large]), tokens, "32 tokens leave no room");
 }
@@ -134,7 +134,7 @@ fn pixels_of_a_wrong_size_are_rejected() {
     let text_model = super::model();
     let request = pb::GenerateRequest { prompts: vec![pixels_of(image(1, 1))], ..Default::default() };
     let error = generate(request, &text_model).err().unwrap().to_string();
-    assert_eq!(error, "prompts[0].images: this model takes no images; send text alone");
+    assert_eq!(error, "prompts[0].images[0].pixels: this model takes no images; send text alone");
 }
 
 #[test]

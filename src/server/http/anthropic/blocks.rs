@@ -5,7 +5,7 @@ use serde_json::value::RawValue;
 use utoipa::ToSchema;
 
 use crate::error::{Error, Result, shown};
-use crate::server::http::openai::chat::{ChatCall, ChatMessage, raw};
+use crate::server::http::openai::chat::{ChatCall, ChatMessage, ChatPart, joined, raw};
 use crate::server::http::text_or_list;
 
 /// Longest name of a block's type in an error.
@@ -46,6 +46,16 @@ struct Block {
     input: Option<Box<RawValue>>,
     tool_use_id: Option<String>,
     content: Option<MessageBlocks>,
+    source: Option<ImageSource>,
+}
+
+/// Where an image is: `base64` has it in `data`.
+#[derive(Default, Deserialize)]
+#[serde(default)]
+struct ImageSource {
+    r#type: String,
+    media_type: String,
+    data: String,
 }
 
 impl<'de> Deserialize<'de> for MessageBlocks {
@@ -65,18 +75,17 @@ impl InputMessage {
         match self.role {
             Speaker::System => {
                 let text = self.content.into_system(&path)?;
-                messages.extend((!text.is_empty()).then(|| ChatMessage::new("system", vec![text])));
+                messages.extend((!text.is_empty()).then(|| ChatMessage::new("system", vec![text.into()])));
             }
             Speaker::User => {
-                let mut texts = Vec::new();
+                let mut parts = Vec::new();
                 for (i, block) in self.content.0.into_iter().enumerate() {
                     match block.r#type.as_str() {
-                        "text" => texts.extend(block.into_text(&path, i)?),
                         "tool_result" => messages.push(block.into_result(&path, i)?),
-                        _ => return Err(block.refused(&path, i)),
+                        _ => parts.extend(block.into_part(&path, i)?),
                     }
                 }
-                messages.extend((!texts.is_empty()).then(|| ChatMessage::new("user", texts)));
+                messages.extend((!parts.is_empty()).then(|| ChatMessage::new("user", parts)));
             }
             Speaker::Assistant => messages.push(self.content.into_answer(&path)?),
         }
@@ -90,28 +99,26 @@ impl MessageBlocks {
     /// # Errors
     /// `InvalidArgument` for a block that is not a text.
     pub(super) fn into_system(self, path: &str) -> Result<String> {
-        let mut texts = self.into_texts(path)?;
-        texts.retain(|text| !text.starts_with(ATTRIBUTION));
-        Ok(texts.concat())
+        if let Some(i) = self.0.iter().position(|block| block.r#type != "text") {
+            return Err(self.0[i].refused(path, i));
+        }
+        let mut parts = self.into_parts(path)?;
+        parts.retain(|part| !matches!(part, ChatPart::Text { text } if text.starts_with(ATTRIBUTION)));
+        Ok(joined(parts, ""))
     }
 
-    fn into_texts(self, path: &str) -> Result<Vec<String>> {
-        let mut texts = Vec::new();
-        for (i, block) in self.0.into_iter().enumerate() {
-            if block.r#type != "text" {
-                return Err(block.refused(path, i));
-            }
-            texts.extend(block.into_text(path, i)?);
-        }
-        Ok(texts)
+    /// The texts and images.
+    fn into_parts(self, path: &str) -> Result<Vec<ChatPart>> {
+        let parts = self.0.into_iter().enumerate().map(|(i, block)| block.into_part(path, i));
+        parts.filter_map(Result::transpose).collect()
     }
 
     /// An earlier answer of the model.
     fn into_answer(self, path: &str) -> Result<ChatMessage> {
-        let (mut texts, mut tool_calls, mut reasoning) = (Vec::new(), Vec::new(), None::<String>);
+        let (mut parts, mut tool_calls, mut reasoning) = (Vec::new(), Vec::new(), None::<String>);
         for (i, block) in self.0.into_iter().enumerate() {
             match block.r#type.as_str() {
-                "text" => texts.extend(block.into_text(path, i)?),
+                "text" => parts.extend(block.into_part(path, i)?),
                 "tool_use" => tool_calls.push(block.into_call(path, i)?),
                 "thinking" => {
                     let thinking = given(block.thinking, path, i, "thinking")?;
@@ -122,15 +129,30 @@ impl MessageBlocks {
                 _ => return Err(block.refused(path, i)),
             }
         }
-        Ok(ChatMessage { tool_calls, reasoning_content: reasoning, ..ChatMessage::new("assistant", texts) })
+        Ok(ChatMessage { tool_calls, reasoning_content: reasoning, ..ChatMessage::new("assistant", parts) })
     }
 }
 
 impl Block {
-    /// The text, unless it is empty.
-    fn into_text(self, path: &str, i: usize) -> Result<Option<String>> {
-        let text = given(self.text, path, i, "text")?;
-        Ok((!text.is_empty()).then_some(text))
+    /// The text, unless it is empty, or the image.
+    fn into_part(self, path: &str, i: usize) -> Result<Option<ChatPart>> {
+        match self.r#type.as_str() {
+            "text" => {
+                let text = given(self.text, path, i, "text")?;
+                Ok((!text.is_empty()).then(|| text.into()))
+            }
+            "image" => {
+                let ImageSource { r#type, media_type, data } = given(self.source, path, i, "source")?;
+                if r#type == "base64" {
+                    return Ok(Some(ChatPart::ImageUrl { image_url: format!("data:{media_type};base64,{data}") }));
+                }
+                let kind = shown(&r#type, MAX_SHOWN);
+                let message =
+                    format!("{kind:?} is not base64; the server opens no files or URLs: send the image in base64");
+                Err(Error::invalid(format!("{path}[{i}].source.type"), message))
+            }
+            _ => Err(self.refused(path, i)),
+        }
     }
 
     fn into_call(self, path: &str, i: usize) -> Result<ChatCall> {
@@ -145,8 +167,8 @@ impl Block {
 
     fn into_result(self, path: &str, i: usize) -> Result<ChatMessage> {
         let id = given(self.tool_use_id, path, i, "tool_use_id")?;
-        let texts = self.content.unwrap_or_default().into_texts(&format!("{path}[{i}].content"))?;
-        Ok(ChatMessage::result(id, texts.join("\n")))
+        let parts = self.content.unwrap_or_default().into_parts(&format!("{path}[{i}].content"))?;
+        Ok(ChatMessage::result(id, parts))
     }
 
     /// The error for a block that is not understood where it is.
@@ -154,10 +176,10 @@ impl Block {
         let kind = shown(&self.r#type, MAX_SHOWN);
         let message = match kind.as_str() {
             "" => "is missing; text, for example".to_owned(),
-            "text" | "thinking" | "tool_use" | "tool_result" => {
-                format!("{kind}: is not for this place; tool_use is of an assistant, tool_result of a user")
+            "text" | "image" | "thinking" | "tool_use" | "tool_result" => {
+                format!("{kind}: is not for this place; tool_use is of an assistant, image and tool_result of a user")
             }
-            _ => format!("{kind}: this model takes text; send blocks of the type text"),
+            _ => format!("{kind}: the server takes text and images; send blocks of the types text and image"),
         };
         Error::invalid(format!("{path}[{i}].type"), message)
     }

@@ -99,7 +99,7 @@ pub(super) async fn count_tokens(State(app): State<AppState>, body: JsonBody<Cou
     let prompt = prompt.into_chat(|| takes_later_system(&context))?.prompt.into_message()?;
     let model = context.model.clone();
     let (input_tokens, charge) = off_thread(true, move || {
-        let tokens = convert::tokens(prompt, &model, &mut charge)?;
+        let tokens = convert::unlimited(prompt, &model, &mut charge)?.tokens;
         Ok((tokens.len(), charge))
     })
     .await?;

@@ -45,8 +45,8 @@ members! {
 members! {
     /// The conversation.
     pub(in crate::server::http) struct MessagesPrompt {
-        /// The messages so far: a `role`, and a text or a list of blocks of the types `text`, `tool_use`, `tool_result`
-        /// and `thinking`.
+        /// The messages so far: a `role`, and a text or a list of blocks of the types `text`, `image` (in
+        /// base64), `tool_use`, `tool_result` and `thinking`.
         messages: Vec<InputMessage>,
         /// The system prompt: a text, or a list of blocks of the type `text`.
         system: MessageBlocks,
@@ -218,7 +218,7 @@ impl MessagesPrompt {
             }
         }
         if !system.is_empty() {
-            messages.insert(0, ChatMessage::new("system", vec![system]));
+            messages.insert(0, ChatMessage::new("system", vec![system.into()]));
         }
         let effort = match asked {
             AskedThinking::Disabled => Some("none".into()),

@@ -85,13 +85,16 @@ pub(in crate::server::http) async fn tokenize(
     };
     let model = context.model.clone();
     let (answer, charge) = off_thread(is_chat(&prompt) || bytes > INLINE_PARSE_BYTES, move || {
-        let tokens = convert::tokens(prompt, &model, &mut charge)?;
+        let tokens = convert::unlimited(prompt, &model, &mut charge)?.tokens;
         charge.grow(tokens.len() as u64 * TOKEN)?;
         let encoder = model.encoder.as_ref().filter(|_| return_token_strs == Some(true));
         let token_strs = encoder.map(|encoder| {
             tokens.iter().map(|&token| encoder.tokenizer.id_to_token(token).unwrap_or_default()).collect()
         });
-        Ok((Tokenized { count: tokens.len(), max_model_len: model.max_model_len, tokens, token_strs }, charge))
+        Ok((
+            Tokenized { count: tokens.len(), max_model_len: model.max_model_len, tokens: tokens.to_vec(), token_strs },
+            charge,
+        ))
     })
     .await?;
     Ok(counted(ignored.name_in(Json(answer)), charge))

@@ -4,8 +4,7 @@ use axum::extract::State;
 use axum::http::HeaderMap;
 use axum::response::Response;
 use bytes::Bytes;
-use serde::de::IgnoredAny;
-use serde::{Deserialize, Serialize};
+use serde::{Deserialize, Deserializer, Serialize, de};
 use serde_json::value::RawValue;
 use utoipa::ToSchema;
 
@@ -13,6 +12,8 @@ use super::table::LogprobTable;
 use crate::engine::{Completion, Summary, ValidRequest};
 use crate::error::{Error, Result};
 use crate::memory::Traffic;
+use crate::server::convert::data_url;
+use crate::server::http::features::SentFeatures;
 use crate::server::http::openai::answers::{Null, Report, StopReason, Usage, finish_reason};
 use crate::server::http::openai::logprobs::{PromptLogprobs, chosen, most_likely, written};
 use crate::server::http::openai::request_id;
@@ -47,9 +48,10 @@ members! {
         output_mode: OutputMode,
         /// With false, a grammar constrains only the text after the model's reasoning, as in chats (default: true).
         reasoning_ended: bool,
-        /// Of images, which are not supported: null.
-        #[schema(value_type = Option<String>)]
-        features: IgnoredAny,
+        /// The images of the placeholders, as `/v1/chat/completions/render` has returned them.
+        features: SentFeatures,
+        /// Instead of features, the images as files: parts of the type image_url, with a `data:` URL.
+        content_parts: Vec<ContentPart>,
     }
 }
 
@@ -67,6 +69,43 @@ members! {
         prompt_logprob_start: usize,
         ..shared: Sampling,
     }
+}
+
+/// An image beside token ids.
+#[derive(Deserialize, ToSchema)]
+struct ContentPart {
+    /// `image_url`.
+    #[serde(rename = "type")]
+    #[schema(value_type = String)]
+    _type: ImagePart,
+    /// A `data:` URL of a PNG or JPEG file.
+    #[serde(deserialize_with = "file_of_url")]
+    #[schema(value_type = String)]
+    url: Vec<u8>,
+}
+
+#[derive(Deserialize)]
+#[serde(rename_all = "snake_case")]
+enum ImagePart {
+    ImageUrl,
+}
+
+fn file_of_url<'de, D: Deserializer<'de>>(deserializer: D) -> std::result::Result<Vec<u8>, D::Error> {
+    struct Url;
+
+    impl de::Visitor<'_> for Url {
+        type Value = Vec<u8>;
+
+        fn expecting(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+            f.write_str("a data: URL")
+        }
+
+        fn visit_str<E: de::Error>(self, url: &str) -> std::result::Result<Vec<u8>, E> {
+            data_url::decode(url).map_err(E::custom)
+        }
+    }
+
+    deserializer.deserialize_str(Url)
 }
 
 /// The form of a reported sample.
@@ -104,14 +143,21 @@ fn message(
     id: Option<String>,
     context: &ServingContext,
 ) -> Result<(pb::GenerateRequest, Report, Option<LogprobTable>)> {
-    if body.features.is_some() {
-        return Err(Error::invalid("features", "this server takes no images; leave them out"));
-    }
     if body.output_mode == Some(OutputMode::Text) {
         return Err(Error::invalid("output_mode", "samples are tokens here; /v1/completions makes texts of them"));
     }
     let missing = |member: &str| Error::invalid(member, "is missing");
     let ids = body.token_ids.ok_or_else(|| missing("token_ids"))?;
+    let images = match (body.features, body.content_parts) {
+        (Some(_), Some(_)) => {
+            return Err(Error::invalid("content_parts", "cannot be combined with features; give one of them"));
+        }
+        (Some(features), None) => features.into_images(&ids, context.model.images.as_ref())?,
+        (None, parts) => {
+            let encoded = |part: ContentPart| pb::Image { source: Some(pb::image::Source::Encoded(part.url)) };
+            parts.into_iter().flatten().map(encoded).collect()
+        }
+    };
     let InferenceSampling {
         max_tokens,
         logprobs,
@@ -146,7 +192,7 @@ fn message(
     let table = LogprobTable::new(prompt_logprob_token_ids, prompt_logprob_start, ids.len(), report.is_stream)?;
     let logprob_token_ids = table.as_ref().map_or_else(Vec::new, LogprobTable::named);
     let kind = Some(pb::prompt::Kind::Tokens(pb::TokenIds { ids }));
-    let prompts = vec![pb::Prompt { kind, logprob_token_ids, ..Default::default() }];
+    let prompts = vec![pb::Prompt { kind, images, logprob_token_ids, ..Default::default() }];
     let message = sampling.into_message(prompts, Some(max_tokens), top, &context.model)?;
     Ok((pb::GenerateRequest { prompt_logprobs, return_text, ..message }, report, table))
 }

@@ -24,19 +24,20 @@ pub(in crate::server::http) struct ChatMessage {
     pub(in crate::server::http) tool_call_id: Option<String>,
 }
 
-/// The content of a message: a text, or several.
+/// The content of a message: a text, or several parts.
 #[derive(Serialize)]
 #[serde(untagged)]
 pub(in crate::server::http) enum ChatContent {
     Text(String),
-    Parts(Vec<TextPart>),
+    Parts(Vec<ChatPart>),
 }
 
-/// One of several texts.
+/// A part of a message: a text, or the URL of an image.
 #[derive(Serialize)]
-pub(in crate::server::http) struct TextPart {
-    r#type: &'static str,
-    text: String,
+#[serde(tag = "type", rename_all = "snake_case")]
+pub(in crate::server::http) enum ChatPart {
+    Text { text: String },
+    ImageUrl { image_url: String },
 }
 
 /// A call that an earlier answer has made.
@@ -71,21 +72,37 @@ struct OfferedFunction {
 }
 
 impl ChatMessage {
-    /// A message of `texts`, which may be none.
-    pub(in crate::server::http) fn new(role: &'static str, mut texts: Vec<String>) -> Self {
-        let part = |text| TextPart { r#type: "text", text };
-        let content = match texts.len() {
-            0 => None,
-            1 => texts.pop().map(ChatContent::Text),
-            _ => Some(ChatContent::Parts(texts.into_iter().map(part).collect())),
+    /// A message of `parts`, which may be none.
+    pub(in crate::server::http) fn new(role: &'static str, parts: Vec<ChatPart>) -> Self {
+        let content = match <[ChatPart; 1]>::try_from(parts) {
+            Ok([ChatPart::Text { text }]) => Some(ChatContent::Text(text)),
+            Ok(image) => Some(ChatContent::Parts(image.into())),
+            Err(parts) => (!parts.is_empty()).then_some(ChatContent::Parts(parts)),
         };
         Self { role, content, ..Self::default() }
     }
 
-    /// The result of the call `id`.
-    pub(in crate::server::http) fn result(id: String, text: String) -> Self {
-        Self { tool_call_id: Some(id), ..Self::new("tool", vec![text]) }
+    /// The result of the call `id`: its texts as one, if it has no images.
+    pub(in crate::server::http) fn result(id: String, parts: Vec<ChatPart>) -> Self {
+        let has_images = parts.iter().any(|part| matches!(part, ChatPart::ImageUrl { .. }));
+        let parts = if has_images { parts } else { vec![ChatPart::from(joined(parts, "\n"))] };
+        Self { tool_call_id: Some(id), ..Self::new("tool", parts) }
     }
+}
+
+impl From<String> for ChatPart {
+    fn from(text: String) -> Self {
+        Self::Text { text }
+    }
+}
+
+/// The texts of `parts` as one, with `separator` between them.
+pub(in crate::server::http) fn joined(parts: Vec<ChatPart>, separator: &str) -> String {
+    let text = |part| match part {
+        ChatPart::Text { text } => Some(text),
+        ChatPart::ImageUrl { .. } => None,
+    };
+    parts.into_iter().filter_map(text).collect::<Vec<_>>().join(separator)
 }
 
 impl ChatCall {

@@ -14,8 +14,9 @@ pub(in crate::server::http::openai) const ASSISTANT: &str = "assistant";
 members! {
     /// The messages, and everything else that the model's chat template shows.
     pub(in crate::server::http) struct ChatPrompt {
-        /// Objects with `role`, `content` (text, null, or a list of parts of the type text), and whatever else the
-        /// template knows, such as `tool_calls`, `tool_call_id` and `reasoning_content`.
+        /// Objects with `role`, `content` (text, null, or a list of parts of the types text and image_url), and
+        /// whatever else the template knows, such as `tool_calls`, `tool_call_id` and `reasoning_content`. An image_url
+        /// is a `data:` URL of a PNG or JPEG file.
         #[schema(value_type = Option<Vec<serde_json::Value>>)]
         pub(in crate::server::http) messages: Box<RawValue>,
         /// Tools that the model may call: objects of the type `function`, with name, description and parameters.
@@ -152,16 +153,17 @@ enum Content {
     Parts(Vec<Part>),
 }
 
+/// A part of a content; an image has no text.
 #[derive(Deserialize)]
 struct Part {
-    text: String,
+    text: Option<String>,
 }
 
 impl Content {
     fn text(self) -> String {
         match self {
             Self::Text(text) => text,
-            Self::Parts(parts) => parts.into_iter().map(|part| part.text).collect::<Vec<_>>().join("\n"),
+            Self::Parts(parts) => parts.into_iter().filter_map(|part| part.text).collect::<Vec<_>>().join("\n"),
         }
     }
 }

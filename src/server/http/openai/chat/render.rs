@@ -2,23 +2,42 @@
 
 use std::collections::BTreeMap;
 
-use axum::Json;
 use axum::extract::State;
 use axum::http::HeaderMap;
+use axum::http::header::CONTENT_TYPE;
 use axum::response::Response;
-use serde::Serialize;
+use serde::{Deserialize, Serialize};
 use utoipa::ToSchema;
 
 use super::{ChatRequest, message};
+use crate::error::Error;
 use crate::server::convert;
+use crate::server::http::features::RenderedFeatures;
 use crate::server::http::models::check_model;
 use crate::server::http::openai::answers::{Null, Report};
 use crate::server::http::openai::request_id;
 use crate::server::http::openai::sampling::StreamOptions;
-use crate::server::http::{AppState, HttpResult, JsonBody};
+use crate::server::http::{AppState, HttpResult, JsonBody, counted, json, members};
 use crate::server::pb::{self, structured_outputs::Kind};
 use crate::server::requests::off_thread;
 use crate::types::{SamplingParams, TokenId};
+
+members! {
+    /// The body.
+    pub(in crate::server::http) struct RenderRequest {
+        /// Whether the answer has the images' pixels (default: tensors).
+        mm_payload: ImagePayload,
+        ..chat: ChatRequest,
+    }
+}
+
+/// The part of each image in an answer: its pixels beside its hash and place, or not.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Deserialize, ToSchema)]
+#[serde(rename_all = "lowercase")]
+enum ImagePayload {
+    Tensors,
+    None,
+}
 
 /// A chat as token ids: a body for `/inference/v1/generate`.
 #[derive(Default, Serialize, ToSchema)]
@@ -26,7 +45,8 @@ pub(in crate::server::http) struct Rendered {
     request_id: String,
     token_ids: Vec<TokenId>,
     token_offsets: Null,
-    features: Null,
+    /// The images; null if there are none.
+    features: Option<RenderedFeatures>,
     content_parts: Null,
     sampling_params: RenderedSampling,
     model: String,
@@ -145,16 +165,17 @@ impl From<Kind> for RenderedGrammar {
 }
 
 /// The token ids of a chat, checked like a request for samples of it.
-#[utoipa::path(post, path = "/v1/chat/completions/render", request_body = ChatRequest, responses(
+#[utoipa::path(post, path = "/v1/chat/completions/render", request_body = RenderRequest, responses(
     (status = 200, body = Rendered),
+    (status = 404, description = "no such model or adapter"),
 ))]
 pub(in crate::server::http) async fn render(
     State(app): State<AppState>,
     headers: HeaderMap,
-    body: JsonBody<ChatRequest>,
+    body: JsonBody<RenderRequest>,
 ) -> HttpResult<Response> {
     let context = app.server.context()?;
-    let JsonBody { value: body, mut charge, ignored, .. } = body;
+    let JsonBody { value: RenderRequest { mm_payload, chat: body }, mut charge, ignored, .. } = body;
     check_model(body.sampling.model.as_deref(), &context).await?;
     let stream_options = body.sampling.stream_options;
     let (mut message, options) = message(body, request_id(&headers), &context)?;
@@ -164,24 +185,33 @@ pub(in crate::server::http) async fn render(
     let given = message.clone();
     message.prompts = prompts;
     let model = context.model.clone();
-    let request = off_thread(true, move || convert::generate(message, &model, &mut charge)).await?;
-    let sampling_params = RenderedSampling {
-        structured_outputs: grammar.map(RenderedGrammar::from),
-        ..RenderedSampling::new(given, &request.params, &options.report)
-    };
-    let rendered = Rendered {
-        request_id: format!("chatcmpl-{}", request.request_id),
-        token_ids: request.prompts.first().map_or_else(Vec::new, |prompt| prompt.tokens.to_vec()),
-        sampling_params,
-        model: options.report.model,
-        reasoning_ended: match options.spared {
-            Some(_) => Some(false),
-            None => (!options.includes_reasoning).then_some(true),
-        },
-        stream: options.report.is_stream,
-        stream_options,
-        return_token_ids: options.report.returns_ids.then_some(true),
-        ..Rendered::default()
-    };
-    Ok(ignored.name_in(Json(rendered)))
+    let has_pixels = mm_payload != Some(ImagePayload::None);
+    let (answer, charge) = off_thread(true, move || {
+        let request = convert::generate(message, &model, &mut charge)?;
+        let [prompt] = &request.prompts[..] else { return Err(Error::Internal("a chat is one prompt".into())) };
+        // The pixels in base64, and the answer that has them.
+        charge.grow(if has_pixels { 2 * RenderedFeatures::bytes(prompt) } else { 0 })?;
+        let sampling_params = RenderedSampling {
+            structured_outputs: grammar.map(RenderedGrammar::from),
+            ..RenderedSampling::new(given, &request.params, &options.report)
+        };
+        let answer = json(&Rendered {
+            request_id: format!("chatcmpl-{}", request.request_id),
+            token_ids: prompt.tokens.to_vec(),
+            features: RenderedFeatures::new(prompt, has_pixels),
+            sampling_params,
+            model: options.report.model,
+            reasoning_ended: match options.spared {
+                Some(_) => Some(false),
+                None => (!options.includes_reasoning).then_some(true),
+            },
+            stream: options.report.is_stream,
+            stream_options,
+            return_token_ids: options.report.returns_ids.then_some(true),
+            ..Rendered::default()
+        });
+        Ok((answer, charge))
+    })
+    .await?;
+    Ok(counted(ignored.name_in(([(CONTENT_TYPE, "application/json")], answer)), charge))
 }

@@ -6,7 +6,7 @@ use serde_json::json;
 
 use super::*;
 use crate::memory::Traffic;
-use crate::server::convert::tokens;
+use crate::server::convert::unlimited;
 use crate::server::http::openai::sampling::UsageEvents;
 use crate::server::http::request_body::{parse, parsed_bytes};
 use crate::server::http::tests::heap::peak_of;
@@ -74,7 +74,7 @@ fn a_chat_is_charged_at_its_peak() {
         let prompt = pb::Prompt { kind: Some(pb::prompt::Kind::Chat(chat)), ..Default::default() };
         let traffic = Traffic::new(1 << 40);
         let mut charge = traffic.charge_always(0);
-        let (peak, refused) = peak_of(|| tokens(prompt, &model, &mut charge));
+        let (peak, refused) = peak_of(|| unlimited(prompt, &model, &mut charge));
         let charged = traffic.take_high_water();
         assert!(refused.expect_err("the template refuses").to_string().contains("no"), "{source}");
         assert!(peak <= charged, "{source}: {peak} bytes are held, and {charged} are charged");

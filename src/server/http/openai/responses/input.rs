@@ -5,7 +5,7 @@ use serde::{Deserialize, Deserializer};
 use utoipa::ToSchema;
 
 use crate::error::{Error, Result, shown};
-use crate::server::http::openai::chat::{ASSISTANT, ChatCall, ChatMessage, raw};
+use crate::server::http::openai::chat::{ASSISTANT, ChatCall, ChatMessage, ChatPart, joined, raw};
 use crate::server::http::text_or_list;
 
 /// Longest name of a type in an error.
@@ -41,6 +41,7 @@ struct Part {
     r#type: String,
     text: Option<String>,
     refusal: Option<String>,
+    image_url: Option<String>,
 }
 
 impl<'de> Deserialize<'de> for ResponseInput {
@@ -84,11 +85,11 @@ impl Item {
     fn append_to(self, path: &str, messages: &mut Vec<ChatMessage>) -> Result<()> {
         match self.r#type.as_deref().unwrap_or("message") {
             "message" => {
-                let texts = given(self.content, path, "content")?.into_texts(&format!("{path}.content"))?;
+                let parts = given(self.content, path, "content")?.into_parts(&format!("{path}.content"))?;
                 let role = match self.role.as_deref() {
                     Some(ASSISTANT) => {
                         let answer = answer(messages, |last| last.content.is_none());
-                        answer.content = ChatMessage::new(ASSISTANT, texts).content;
+                        answer.content = ChatMessage::new(ASSISTANT, parts).content;
                         return Ok(());
                     }
                     Some("user") => "user",
@@ -100,7 +101,7 @@ impl Item {
                         return Err(Error::invalid(format!("{path}.role"), message));
                     }
                 };
-                messages.push(ChatMessage::new(role, texts));
+                messages.push(ChatMessage::new(role, parts));
             }
             "function_call" => {
                 let (id, name) = (given(self.call_id, path, "call_id")?, given(self.name, path, "name")?);
@@ -109,8 +110,8 @@ impl Item {
             }
             "function_call_output" => {
                 let id = given(self.call_id, path, "call_id")?;
-                let texts = given(self.output, path, "output")?.into_texts(&format!("{path}.output"))?;
-                messages.push(ChatMessage::result(id, texts.join("\n")));
+                let parts = given(self.output, path, "output")?.into_parts(&format!("{path}.output"))?;
+                messages.push(ChatMessage::result(id, parts));
             }
             "reasoning" if self.encrypted_content.is_some() => {
                 let message = "is not supported: reasoning is not encrypted here; send its text in content";
@@ -118,10 +119,10 @@ impl Item {
             }
             "reasoning" => {
                 let parts = self.content.filter(|parts| !parts.0.is_empty()).or(self.summary);
-                let texts =
-                    parts.map_or_else(|| Ok(Vec::new()), |parts| parts.into_texts(&format!("{path}.content")))?;
+                let parts =
+                    parts.map_or_else(|| Ok(Vec::new()), |parts| parts.into_parts(&format!("{path}.content")))?;
                 let last = answer(messages, |last| last.reasoning_content.is_none());
-                last.reasoning_content = (!texts.is_empty()).then(|| texts.concat());
+                last.reasoning_content = (!parts.is_empty()).then(|| joined(parts, ""));
             }
             other => {
                 let other = shown(other, MAX_SHOWN);
@@ -143,19 +144,25 @@ fn answer(messages: &mut Vec<ChatMessage>, has_room: impl FnOnce(&ChatMessage) -
 }
 
 impl Parts {
-    fn into_texts(self, path: &str) -> Result<Vec<String>> {
-        let text = |(i, part): (usize, Part)| match part.r#type.as_str() {
+    fn into_parts(self, path: &str) -> Result<Vec<ChatPart>> {
+        let part = |(i, part): (usize, Part)| match part.r#type.as_str() {
             "text" | "input_text" | "output_text" | "summary_text" | "reasoning_text" => {
-                given(part.text, &format!("{path}[{i}]"), "text")
+                given(part.text, &format!("{path}[{i}]"), "text").map(ChatPart::from)
             }
-            "refusal" => given(part.refusal, &format!("{path}[{i}]"), "refusal"),
+            "refusal" => given(part.refusal, &format!("{path}[{i}]"), "refusal").map(ChatPart::from),
+            "input_image" => {
+                let image_url = given(part.image_url, &format!("{path}[{i}]"), "image_url")?;
+                Ok(ChatPart::ImageUrl { image_url })
+            }
             other => {
-                let message =
-                    format!("{}: this model takes text; send parts of the type input_text", shown(other, MAX_SHOWN));
+                let message = format!(
+                    "{}: the server takes text and images; send parts of the types input_text and input_image",
+                    shown(other, MAX_SHOWN)
+                );
                 Err(Error::invalid(format!("{path}[{i}].type"), message))
             }
         };
-        self.0.into_iter().enumerate().map(text).collect()
+        self.0.into_iter().enumerate().map(part).collect()
     }
 }
 

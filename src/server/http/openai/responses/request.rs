@@ -137,7 +137,7 @@ impl ResponseRequest {
         self.check_is_stateless()?;
         self.sampling.check_is_plain()?;
         let mut messages = Vec::new();
-        messages.extend(self.instructions.clone().map(|text| ChatMessage::new("system", vec![text])));
+        messages.extend(self.instructions.clone().map(|text| ChatMessage::new("system", vec![text.into()])));
         let input = self.input.ok_or_else(|| Error::invalid("input", "is missing; give a text, or a list of items"))?;
         let continues = input.ends_unfinished();
         input.append_to(&mut messages)?;
