@@ -70,11 +70,11 @@ def everybody_else(address):
 
 
 @contextlib.contextmanager
-def limited(binary, ceiling, *flags):
+def limited(binary, ceiling, *flags, model=MODEL):
     """A server with this ceiling."""
-    with ServerProcess(binary, MODEL, [*CACHE, "--mem-util", "0.2"]) as process:
+    with ServerProcess(binary, model, [*CACHE, "--mem-util", "0.2"]) as process:
         machine = process.client.status().memory.total_bytes
-    with ServerProcess(binary, MODEL, [*CACHE, "--mem-util", f"{ceiling / machine:.6f}", *flags]) as process:
+    with ServerProcess(binary, model, [*CACHE, "--mem-util", f"{ceiling / machine:.6f}", *flags]) as process:
         # Until all that a server touches once is touched: the cache, each thread's stack.
         process.client.generate([[i % 500, i % 7] for i in range(300)], n=4, sampling=WARM)
         process.client.score([[i % 500 for i in range(1000)]] * 4, top_logprobs=10)

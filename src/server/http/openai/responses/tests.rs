@@ -93,7 +93,7 @@ fn a_wrong_member_is_named() {
         ("input", json!(3), "input"),
         ("input", json!([{ "role": "bot", "content": "a" }]), "input[0].role"),
         ("input", json!([{ "role": "user" }]), "input[0].content"),
-        ("input", json!([{ "role": "user", "content": [{ "type": "input_image" }] }]), "input[0].content[0].type"),
+        ("input", json!([{ "role": "user", "content": [{ "type": "input_image" }] }]), "input[0].content[0].image_url"),
         ("input", json!([{ "type": "item_reference", "id": "a" }]), "input[0].type"),
         ("input", json!([{ "type": "function_call", "call_id": "a" }]), "input[0].name"),
         ("input", json!([{ "type": "reasoning", "encrypted_content": "x" }]), "input[0].encrypted_content"),
