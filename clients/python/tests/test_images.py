@@ -13,6 +13,8 @@ import pytest
 
 from models import DTYPES, read_model, read_safetensors
 from rollout_client import InvalidArgument, Pixels, SamplingParams, processed_pixels
+from rollout_client.cli import main
+from rollout_client.replay import Recorder, RecordingClient, read_receipts, replay
 from serving import FIXTURES, PUSH_MODEL, server
 
 MODEL = FIXTURES / "qwen2_5_vl"
@@ -104,7 +106,7 @@ def test_samples_say_what_the_model_saw(client, reference):
     for image, rgb in zip(single.images, pictures, strict=True):
         height, width, _ = rgb.shape
         sizes = b"".join(size.to_bytes(4, "little") for size in (1, width, height))
-        assert image.hash == hashlib.sha256(sizes + rgb.tobytes()).hexdigest()
+        assert image.hash == Pixels.of(rgb).hash == hashlib.sha256(sizes + rgb.tobytes()).hexdigest()
         assert (image.width, image.height, image.tokens) == (width, height, width * height // SIDE**2)
         assert tokens[image.first_token : image.first_token + image.tokens] == [PAD] * image.tokens
     forbidden = {PAD, CONFIG["video_token_id"]}
@@ -173,6 +175,52 @@ def png_file(width, height, colour):
     header = width.to_bytes(4, "big") + height.to_bytes(4, "big") + bytes((8, 2, 0, 0, 0))
     rows = (b"\0" + bytes(colour) * width) * height
     return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", zlib.compress(rows)) + chunk(b"IEND", b"")
+
+
+def test_recorded_images_are_replayed_exactly(client, rng, tmp_path, capsys):
+    path, directory = tmp_path / "samples.jsonl", tmp_path / "images"
+    images = [[picture(rng), picture(rng, 1, 4)], None, [picture(rng)]]
+    prompts, sampling = [[5, PAD, 6, PAD], [7], [PAD]], SamplingParams(max_tokens=6)
+    with Recorder(client, path, images=directory) as recorder:
+        outputs = recorder.generate(prompts, 2, sampling, images=images, return_text=False)
+        for wrong, message in [
+            ([[png_file(84, 56, (1, 2, 3))]], r"^images\[0\]\[0\]: a file, whose pixels only the server knows"),
+            ([], r"^images\[0\]: 0 images, but the prompt has 2"),
+            ([images[0][::-1]], rf"^images\[0\]\[0\]: its digest is .*, but the model saw {outputs[0].images[0].hash}"),
+        ]:
+            with pytest.raises(InvalidArgument, match=message):
+                recorder.add(outputs, sampling, images=wrong)
+        with pytest.raises(InvalidArgument, match="a file, whose pixels"):
+            recorder.generate([[PAD]], images=[[b"GIF89a"]], return_text=False)
+    with RecordingClient(client.address, record=path, images=directory) as recording:
+        recording.generate([[5, PAD]], 1, sampling, images=[images[2]], return_text=False)
+    receipts = list(read_receipts(path))
+    assert [receipt.images for receipt in receipts[:-1]] == [output.images for output in outputs for _ in range(2)]
+    files = {file.stem: file for file in directory.iterdir()}
+    assert files.keys() == {image.hash for output in outputs for image in output.images}
+    # The server decodes the files to the same pixels.
+    first = outputs[0].images[0]
+    (decoded,) = client.generate([[PAD]], images=[[files[first.hash].read_bytes()]], return_text=False)
+    assert decoded.images[0].hash == first.hash
+
+    def command(*arguments):
+        capsys.readouterr()
+        return main(["replay", str(path), "--address", client.address, *arguments]), capsys.readouterr().err
+
+    assert command("--images", str(directory)) == (0, "")
+    status, error = command()
+    assert status == 1 and first.hash in error and "give --images, the directory" in error
+    assert replay(client, receipts[2:4]).same, "prompts without images need no directory"
+    intact = files[first.hash].read_bytes()
+    for changed in (intact[:-1], intact[:60] + bytes([intact[60] ^ 1]) + intact[61:], png_file(84, 56, (1, 2, 3)), b""):
+        files[first.hash].write_bytes(changed)
+        message = f"{files[first.hash]} was changed .* not those of the image {first.hash}"
+        with pytest.raises(InvalidArgument, match=message):
+            replay(None, receipts, images=directory)  # no client: nothing is sent
+    files[first.hash].unlink()
+    status, error = command("--images", str(directory))
+    assert status == 1 and f"{files[first.hash]}: No such file or directory; expected the image {first.hash}" in error
+    assert command("--images", str(directory), "--line", "5") == (0, "")
 
 
 def test_a_text_model_rejects_images(pytestconfig, rng):

@@ -17,6 +17,7 @@ from rollout_client import (
     FinishReason,
     InvalidArgument,
     PermissionDenied,
+    PromptImage,
     RolloutClient,
     SamplingParams,
     ServerProcess,
@@ -296,15 +297,33 @@ def test_a_note_that_is_nested_too_deeply_is_refused():
         {"sampling": {"seed": None}},
         {"sampling": {"seed": 1 << 64}},
         {"server": None},
+        {"images": [{"hash": "../x", "width": 28, "height": 28, "first_token": 0, "tokens": 1}]},
+        {"images": [{"hash": "ab" * 32, "width": 28.5, "height": 28, "first_token": 0, "tokens": 1}]},
+        {"images": [{"hash": "ab" * 32}]},
     ],
 )
 def test_a_receipt_that_makes_no_sense_is_refused(broken):
+    with pytest.raises(InvalidArgument, match="not a receipt"):
+        parse_receipt(signed(json.loads(example().to_json()) | broken))
+
+
+def test_receipts_of_version_1_are_replayed(serving, path):
+    record(serving, path)
+    contents = [json.loads(line) for line in path.read_text().splitlines()]
+    assert {content["format"] for content in contents} == {"rollout-receipt/2"}
+    for content in contents:
+        assert content.pop("images") == []
+        content["format"] = "rollout-receipt/1"
+    path.write_text("".join(f"{signed(content)}\n" for content in contents))
+    assert replay(serving, read_receipts(path)).same
+
+
+def signed(content):
+    """A line with the digest made anew."""
     from rollout_client.replay._receipt import _digest
 
-    content = json.loads(example().to_json()) | broken
-    content.pop("digest")
-    with pytest.raises(InvalidArgument, match="not a receipt"):
-        parse_receipt(json.dumps(content | {"digest": _digest(content)}))
+    rest = {key: value for key, value in content.items() if key != "digest"}
+    return json.dumps(rest | {"digest": _digest(rest)})
 
 
 def example(**values):
@@ -345,6 +364,7 @@ def test_a_receipt_is_read_as_it_was_written(rng):
         raw_logprobs=floats[::-1],
         spans=[SpanReceipt(3, 0, count, None)],
         sampling=sampling,
+        images=[PromptImage("0f" * 32, 84, 56, 1, 6)],
         note={"步": [1, None, {"2": 0.1}]},
     )
     line = written.to_json()
@@ -353,6 +373,7 @@ def test_a_receipt_is_read_as_it_was_written(rng):
     assert read.logprobs.tobytes() == written.logprobs.tobytes()
     assert read.raw_logprobs.tobytes() == np.ascontiguousarray(written.raw_logprobs).tobytes()
     assert read.note == written.note and read.spans == written.spans and read.to_json() == line
+    assert read.images == written.images
     assert read.sampling.logit_bias == {3: float(np.float32(0.3))} and read.sampling.seed == (1 << 64) - 1
     assert read.sampling.temperature == float(np.float32(0.1))
     json.loads(line, parse_constant=pytest.fail)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -12,6 +13,7 @@ import numpy.typing as npt
 from .errors import InvalidArgument
 
 _RGB = 3
+_TILES = 1  # in the hash: parts of an image; Qwen2.5-VL takes it as a whole
 _LARGEST = np.float32(255)
 # Processors that divide by 255 before they normalise are off by a unit of float32.
 _TOLERANCE = 1e-6
@@ -25,6 +27,15 @@ class Pixels:
     height: int
     rgb: bytes
     """Three bytes a pixel, row by row."""
+
+    @property
+    def hash(self) -> str:
+        """The `PromptImage.hash` with which the server reports these pixels."""
+        digest = hashlib.sha256()
+        for size in (_TILES, self.width, self.height):
+            digest.update(size.to_bytes(4, "little"))
+        digest.update(self.rgb)
+        return digest.hexdigest()
 
     @staticmethod
     def of(image: Any, path: str = "image") -> Pixels:

@@ -25,6 +25,7 @@ _AS_OPTIONS = {
     "as ca= of tls=": "as --tls-ca",
     "as server_name= of tls=": "as --tls-server-name",
     "give tls=True, or the authority of its certificate as tls={'ca': path}": "give --tls or --tls-ca",
+    "give images=": "give --images",
 }
 
 Run = Callable[[argparse.Namespace], "int | None"]

@@ -35,6 +35,7 @@ def register(commands: Any) -> None:
     parser.add_argument("file", type=Path, metavar="FILE", help="receipts from rollout_client.replay.Recorder")
     parser.add_argument("--weight-version", type=int, metavar="N", help="only samples that began with this version")
     parser.add_argument("--line", type=int, action="append", metavar="N", help="only this line; repeatable")
+    parser.add_argument("--images", type=Path, metavar="DIR", help="directory of the images, as the recorder had it")
     parser.add_argument("--all", action="store_true", help=f"print every difference, not only {_SHOWN} for each reason")
     parser.add_argument("--json", action="store_true", help="print a line of JSON for each sample")
 
@@ -43,7 +44,7 @@ def _run(options: argparse.Namespace) -> int:
     reader = _Reader(options)
     shown = _print_json if options.json else None
     with connected(options) as client:
-        report = replay(client, reader, shown)
+        report = replay(client, reader, shown, images=options.images)
     most = None if options.all else _SHOWN
     for problem in reader.problems[:most]:
         print(f"rollout: {problem}", file=sys.stderr)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
@@ -15,9 +16,12 @@ import numpy.typing as npt
 import xxhash
 
 from ..errors import InvalidArgument
+from ..images import PromptImage
 from ..types import FinishReason, SamplingParams
 
-FORMAT = "rollout-receipt/1"
+FORMAT = "rollout-receipt/2"
+# Receipts before images, which are read too.
+_FORMAT_1 = "rollout-receipt/1"
 _SEED_LIMIT = 1 << 64
 
 
@@ -56,6 +60,8 @@ class Receipt:
     raw_logprobs: npt.NDArray[np.float32]
     """`[T]`."""
     finish_reason: FinishReason
+    images: list[PromptImage] = field(default_factory=list)
+    """The prompt's images, in order: their digests, sizes and places in `prompt_token_ids`."""
     note: Any = None
     """The recorder's note: any JSON value, such as a step or a reward."""
     line: int = field(default=0, compare=False)
@@ -74,6 +80,7 @@ class Receipt:
             "sampling": _sampling_to_json(self.sampling),
             "finish_reason": self.finish_reason.value,
             "prompt_token_ids": self.prompt_token_ids,
+            "images": [vars(image) for image in self.images],
             "token_ids": self.token_ids,
             "logprobs": _floats_to_json(self.logprobs),
             "raw_logprobs": _floats_to_json(self.raw_logprobs),
@@ -109,8 +116,8 @@ def _parsed(line: str, number: int) -> Receipt:
         content = json.loads(line)
     except ValueError as error:
         raise InvalidArgument(f"not JSON: {error}") from None
-    if not isinstance(content, dict) or content.get("format") != FORMAT:
-        raise InvalidArgument(f"not a receipt: expected an object with format {FORMAT!r}")
+    if not isinstance(content, dict) or content.get("format") not in (FORMAT, _FORMAT_1):
+        raise InvalidArgument(f"not a receipt: expected an object with format {FORMAT!r} or {_FORMAT_1!r}")
     if content.pop("digest", None) != _digest(content):
         raise InvalidArgument("changed after it was written: the digest does not match the content")
     try:
@@ -151,6 +158,7 @@ def _receipt(content: dict[str, Any], number: int) -> Receipt:
         sampling=_sampling_from_json(content["sampling"]),
         finish_reason=FinishReason(content["finish_reason"]),
         prompt_token_ids=[_of(int, token) for token in content["prompt_token_ids"]],
+        images=[_image(image) for image in ([] if content["format"] == _FORMAT_1 else content["images"])],
         token_ids=[_of(int, token) for token in content["token_ids"]],
         logprobs=_floats_from_json(content["logprobs"]),
         raw_logprobs=_floats_from_json(content["raw_logprobs"]),
@@ -166,6 +174,15 @@ def _receipt(content: dict[str, Any], number: int) -> Receipt:
     if [span.start for span in receipt.spans] != ends[:-1] or ends[-1] != count:
         raise ValueError(f"spans that do not cover the {count} tokens")
     return receipt
+
+
+def _image(content: dict[str, Any]) -> PromptImage:
+    image = PromptImage(**content)
+    if re.fullmatch("[0-9a-f]{64}", image.hash) is None:
+        raise ValueError(f"image {image.hash!r}")
+    for size in (image.width, image.height, image.first_token, image.tokens):
+        _of(int, size)
+    return image
 
 
 def _of(kind: type, value: Any) -> Any:

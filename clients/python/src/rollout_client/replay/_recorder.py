@@ -5,8 +5,9 @@ from __future__ import annotations
 import hashlib
 import os
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, TextIO
@@ -14,7 +15,9 @@ from typing import TYPE_CHECKING, Any, TextIO
 from .. import _convert_weights, _proto
 from ..client import RolloutClient
 from ..errors import FailedPrecondition
+from ..images import ImageInput
 from ..types import PromptInput, PromptOutput, Sample, SamplingInput, SamplingParams
+from ._images import ImageDirectory, exact_images
 from ._receipt import Receipt, SpanReceipt
 
 if TYPE_CHECKING:
@@ -38,7 +41,14 @@ _FACTS = (
 class Recorder:
     """Appends a receipt for every sample to a file. A context manager; threads may share it."""
 
-    def __init__(self, client: RolloutClient, path: str | os.PathLike[str], *, digests: bool = True) -> None:
+    def __init__(
+        self,
+        client: RolloutClient,
+        path: str | os.PathLike[str],
+        *,
+        digests: bool = True,
+        images: str | os.PathLike[str] | None = None,
+    ) -> None:
         """Opens the file.
 
         Args:
@@ -47,10 +57,13 @@ class Recorder:
             digests: request the checksums of the weights once for each new version, which needs a token with the role
                 `control`. The server reads all its weights for it, in pieces between steps. Without digests, receipts
                 have only version numbers, which have no meaning after a restart.
+            images: a directory in which the pixels of the prompts' images are kept, as PNG files named by their
+                digests. Without it receipts have only the digests, and samples with images cannot be replayed.
         """
         self.note: Any = None
         """The default note of receipts; it may be changed at any time."""
         self._client, self._digests = client, digests
+        self._images = None if images is None else ImageDirectory(images)
         self._lock = threading.Lock()
         self._file = Path(path).open("a", encoding="utf-8")  # noqa: SIM115 closed by close()
         if _ends_in_a_line(self._file):
@@ -70,10 +83,7 @@ class Recorder:
         **options: Unpack[GenerateOptions],
     ) -> list[PromptOutput]:
         """Calls `RolloutClient.generate` and adds the receipts; `note` as for `add`."""
-        self.look()
-        outputs = self._client.generate(prompts, n, sampling, **options)
-        self.add(outputs, sampling, adapter=options.get("adapter"), note=note)
-        return outputs
+        return self._recorded(partial(self._client.generate, prompts, n, sampling), sampling, options, note)
 
     def look(self) -> None:
         """Gets the digest of the serving weights before a request during which others may be pushed."""
@@ -86,6 +96,7 @@ class Recorder:
         sampling: SamplingInput = None,
         *,
         adapter: str | None = None,
+        images: Sequence[Sequence[ImageInput] | None] = (),
         note: Any = None,
     ) -> None:
         """Adds receipts of samples. Call it before the next push: the digest is that of the weights which serve now.
@@ -93,8 +104,15 @@ class Recorder:
         Args:
             outputs: the result of one call of `generate`.
             sampling, adapter: the arguments of that call.
+            images: those of that call, which a recorder with a directory of images keeps.
             note: JSON value for each receipt, such as the trainer's step; None takes the recorder's note.
+
+        Raises:
+            InvalidArgument: the note is not JSON, or an image that the recorder keeps is missing, is a file, or is not
+                the one that the model saw.
         """
+        if self._images is not None:
+            self._images.keep(outputs, images)
         lines = [f"{receipt.to_json()}\n" for receipt in self.receipts(outputs, sampling, adapter=adapter, note=note)]
         with self._lock:
             self._file.writelines(lines)
@@ -122,6 +140,7 @@ class Recorder:
                 prompt_index=output.prompt_index,
                 sample_index=sample.sample_index,
                 prompt_token_ids=output.prompt_token_ids,
+                images=output.images,
                 sampling=replace(params, seed=sample.seed),
                 adapter=adapter,
                 adapter_generation=generation,
@@ -148,6 +167,21 @@ class Recorder:
     ) -> None:
         """Closes the file."""
         self.close()
+
+    def _recorded(
+        self,
+        generate: Callable[..., list[PromptOutput]],
+        sampling: SamplingInput,
+        options: GenerateOptions,
+        note: Any,
+    ) -> list[PromptOutput]:
+        """Calls `generate` with the options and adds the receipts."""
+        if self._images is not None:  # reject files before anything is sampled
+            options["images"] = exact_images(options.get("images", ()))
+        self.look()
+        outputs = generate(**options)
+        self.add(outputs, sampling, adapter=options.get("adapter"), images=options.get("images", ()), note=note)
+        return outputs
 
     def _look(self) -> None:
         """Gets the digest of the serving weights, and drops facts about an earlier server process."""
@@ -191,11 +225,12 @@ class RecordingClient(RolloutClient):
         *,
         record: str | os.PathLike[str],
         digests: bool = True,
+        images: str | os.PathLike[str] | None = None,
         **connection: Any,
     ) -> None:
-        """Takes the arguments of `RolloutClient`; `record` and `digests` are `path` and `digests` of a `Recorder`."""
+        """Takes the arguments of `RolloutClient`; `record` is the `path` of a `Recorder`, the others are its own."""
         super().__init__(address, timeout, token, **connection)
-        self.recorder = Recorder(self, record, digests=digests)
+        self.recorder = Recorder(self, record, digests=digests, images=images)
 
     def generate(
         self,
@@ -205,10 +240,7 @@ class RecordingClient(RolloutClient):
         **options: Unpack[GenerateOptions],
     ) -> list[PromptOutput]:
         """Calls `RolloutClient.generate` and adds the receipts."""
-        self.recorder.look()
-        outputs = super().generate(prompts, n, sampling, **options)
-        self.recorder.add(outputs, sampling, adapter=options.get("adapter"))
-        return outputs
+        return self.recorder._recorded(partial(super().generate, prompts, n, sampling), sampling, options, None)
 
     def close(self) -> None:
         """Closes the connection and the file."""

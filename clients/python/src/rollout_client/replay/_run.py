@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from enum import Enum
-from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -14,6 +14,7 @@ import numpy as np
 from ..client import RolloutClient
 from ..errors import Aborted, InvalidArgument, NotFound, PermissionDenied
 from ..types import FinishReason, Sample
+from ._images import ImageDirectory
 from ._receipt import Receipt, SpanReceipt
 from ._recorder import server_facts, weights_digest
 
@@ -87,7 +88,11 @@ class _Present:
 
 
 def replay(
-    client: RolloutClient, receipts: Iterable[Receipt], done: Callable[[Replayed], None] | None = None
+    client: RolloutClient,
+    receipts: Iterable[Receipt],
+    done: Callable[[Replayed], None] | None = None,
+    *,
+    images: str | os.PathLike[str] | None = None,
 ) -> Report:
     """Generates each sample again with its own seed, and compares all bits.
 
@@ -95,11 +100,15 @@ def replay(
         client: a client of a server with the weights in question.
         receipts: the receipts, for example from `read_receipts`.
         done: called with each result, in order.
+        images: the directory in which the recorder kept the images of prompts.
 
     Raises:
+        InvalidArgument: the image of a receipt is missing, or its file was changed; nothing was sent.
         Aborted: the policy was pushed during the replay.
         FailedPrecondition: the server sleeps, or has no weights.
     """
+    receipts, kept = list(receipts), None if images is None else ImageDirectory(images)
+    _check_images(receipts, kept)
     before = client.status()
     try:
         version, weights = weights_digest(client)
@@ -107,7 +116,7 @@ def replay(
         version, weights = before.weight_version, None
     present = _Present(server_facts(client), client.info().batch_invariant, version, weights)
     results = []
-    for result in _in_order(lambda receipt: _replayed(client, receipt, present), receipts):
+    for result in _in_order(lambda receipt: _replayed(client, receipt, kept, present), receipts):
         results.append(result)
         if done is not None:
             done(result)
@@ -116,23 +125,32 @@ def replay(
     return Report(results, version, weights)
 
 
-def _in_order(work: Callable[[Receipt], Replayed], receipts: Iterable[Receipt]) -> Iterator[Replayed]:
-    """Runs `_AT_ONCE` at a time, without reading further ahead."""
-    remaining = iter(receipts)
+def _check_images(receipts: list[Receipt], kept: ImageDirectory | None) -> None:
+    for image in {image.hash: image for receipt in receipts for image in receipt.images}.values():
+        if kept is None:
+            raise InvalidArgument(
+                f"images: missing, but a prompt has the image {image.hash}; give images=, the directory in which the "
+                "recorder kept it"
+            )
+        kept.read(image)
+
+
+def _in_order(work: Callable[[Receipt], Replayed], receipts: list[Receipt]) -> Iterator[Replayed]:
+    """Runs `_AT_ONCE` at a time."""
     pool = ThreadPoolExecutor(_AT_ONCE)
     try:
-        while batch := list(islice(remaining, _AT_ONCE)):
-            yield from pool.map(work, batch)
+        for first in range(0, len(receipts), _AT_ONCE):
+            yield from pool.map(work, receipts[first : first + _AT_ONCE])
     finally:
         # After an exception the rest is not awaited: the caller closes the client, which ends its calls.
         pool.shutdown(wait=False, cancel_futures=True)
 
 
-def _replayed(client: RolloutClient, receipt: Receipt, present: _Present) -> Replayed:
+def _replayed(client: RolloutClient, receipt: Receipt, kept: ImageDirectory | None, present: _Present) -> Replayed:
     if receipt.finish_reason is FinishReason.ABORTED and not receipt.token_ids:
         return Replayed(receipt, Verdict.SAME)
     try:
-        sample = _again(client, receipt)
+        sample = _again(client, receipt, kept)
     except (InvalidArgument, NotFound, Aborted) as error:
         reason = _ENDED if isinstance(error, Aborted) else _other_server(receipt, present)
         return Replayed(receipt, Verdict.REFUSED, difference=str(error), reason=reason)
@@ -152,13 +170,17 @@ def _replayed(client: RolloutClient, receipt: Receipt, present: _Present) -> Rep
     return Replayed(receipt, Verdict.DIFFERS, at, span.weight_version, difference, reason)
 
 
-def _again(client: RolloutClient, receipt: Receipt) -> Sample:
+def _again(client: RolloutClient, receipt: Receipt, kept: ImageDirectory | None) -> Sample:
     sampling = receipt.sampling
     if receipt.finish_reason is FinishReason.ABORTED:
         # The sample was aborted. No token depends on where its sample must or may end later.
         count = len(receipt.token_ids)
         sampling = replace(sampling, max_tokens=count, min_tokens=min(sampling.min_tokens, count))
-    (output,) = client.generate([receipt.prompt_token_ids], 1, sampling, adapter=receipt.adapter, return_text=False)
+    # Without a directory no receipt has images: `_check_images`.
+    images = [] if kept is None else [kept.read(image) for image in receipt.images]
+    (output,) = client.generate(
+        [receipt.prompt_token_ids], 1, sampling, adapter=receipt.adapter, images=[images], return_text=False
+    )
     sample = output.samples[0]
     if sample.finish_reason is FinishReason.ABORTED:
         raise Aborted("it was ended before it was complete")
