@@ -177,6 +177,26 @@ def png_file(width, height, colour):
     return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", zlib.compress(rows)) + chunk(b"IEND", b"")
 
 
+def test_the_command_sends_files(client, tmp_path, capsys):
+    files = [tmp_path / "a.png", tmp_path / "b.png"]
+    for file, colour in zip(files, [(10, 20, 30), (200, 0, 0)], strict=True):
+        file.write_bytes(png_file(61, 30, colour))
+    flags = ["--seed", "3", "--max-tokens", "6", "--json", "--address", client.address]
+    images = [argument for file in files for argument in ("--image", str(file))]
+    sampling = SamplingParams(max_tokens=6, seed=3)
+    content = [{"type": "image"}, {"type": "image"}, {"type": "text", "text": "Hi"}]
+    for prompt, arguments in [
+        ([5, PAD, PAD, 6], ["--tokens", f"5 {PAD} {PAD} 6"]),
+        ([{"role": "user", "content": content}], ["--chat", "Hi"]),
+    ]:
+        outputs = client.generate([prompt] * 2, 1, sampling, images=[[file.read_bytes() for file in files]] * 2)
+        assert main(["generate", *arguments, arguments[-1], *images, *flags]) == 0
+        printed = [json.loads(line)["raw_logprobs"] for line in capsys.readouterr().out.splitlines()]
+        assert printed == [output.samples[0].raw_logprobs.tolist() for output in outputs]
+    assert main(["generate", "--chat", "Hi", "--image", str(tmp_path / "none.png"), *flags]) == 1
+    assert capsys.readouterr().err == f"rollout: --image {tmp_path / 'none.png'}: No such file or directory\n"
+
+
 def test_recorded_images_are_replayed_exactly(client, rng, tmp_path, capsys):
     path, directory = tmp_path / "samples.jsonl", tmp_path / "images"
     images = [[picture(rng), picture(rng, 1, 4)], None, [picture(rng)]]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from pathlib import Path
 from typing import Any
 
 from ..types import Chat, FinishReason, PromptInput, PromptOutput, Sample, SamplingParams
@@ -18,6 +19,15 @@ def register(commands: Any) -> None:
     form = parser.add_mutually_exclusive_group()
     form.add_argument("--chat", action="store_true", help="each prompt is a user message for the model's chat template")
     form.add_argument("--tokens", action="store_true", help="each prompt is token ids, separated by commas or spaces")
+    parser.add_argument(
+        "--image",
+        type=Path,
+        action="append",
+        default=[],
+        metavar="FILE",
+        help="PNG or JPEG file, for the next image placeholder of each prompt; repeatable. With --chat images come "
+        "before the text, which needs no placeholders",
+    )
     parser.add_argument("-n", type=int, default=1, help="samples of each prompt [1]")
     parser.add_argument("--adapter", metavar="NAME", help="resident adapter to use")
     parser.add_argument(
@@ -56,9 +66,12 @@ def _run(options: argparse.Namespace) -> None:
         stop=options.stop,
         ignore_eos=options.ignore_eos,
     )
+    images = [[_file(path) for path in options.image]] * len(prompts)
     with connected(options) as client:
         readable = client.info().has_tokenizer
-        outputs = client.generate(prompts, options.n, sampling, adapter=options.adapter, return_text=readable)
+        outputs = client.generate(
+            prompts, options.n, sampling, adapter=options.adapter, images=images, return_text=readable
+        )
     samples = [sample for output in outputs for sample in output.samples]
     if options.json:
         for sample in samples:
@@ -75,7 +88,8 @@ def _run(options: argparse.Namespace) -> None:
 def _prompt(text: str, options: argparse.Namespace) -> PromptInput:
     content = _standard_input() if text == "-" else text
     if options.chat:
-        return Chat([{"role": "user", "content": content}])
+        parts = [*({"type": "image"} for _ in options.image), {"type": "text", "text": content}]
+        return Chat([{"role": "user", "content": parts if options.image else content}])
     if not options.tokens:
         return content
     words = content.replace(",", " ").split()
@@ -83,6 +97,13 @@ def _prompt(text: str, options: argparse.Namespace) -> PromptInput:
         if not word.isdecimal():
             raise CommandError(f"--tokens: {word!r} is not a token id; give numbers separated by commas or spaces")
     return [int(word) for word in words]
+
+
+def _file(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise CommandError(f"--image {path}: {error.strerror}") from None
 
 
 def _standard_input() -> str:
