@@ -9,11 +9,11 @@ from types import SimpleNamespace
 import pytest
 
 from rollout_client import Cancelled, DataLoss, DeadlineExceeded, InvalidArgument, NotFound, Unavailable
+from rollout_client._seeds import prompt_seed, sample_seed
 from rollout_client.fleet import ReplicaState, _replica
 from rollout_client.fleet import _fanout as fanout
 from rollout_client.fleet._policy import Change, Policy, PushHistory, digest_of_parameters
 from rollout_client.fleet._router import Route, Router
-from rollout_client.fleet._seeds import prompt_seed, sample_seed
 
 CURRENT, BEHIND, LOST = ReplicaState.CURRENT, ReplicaState.BEHIND, ReplicaState.LOST
 

@@ -11,11 +11,12 @@ import zlib
 import numpy as np
 import pytest
 
+import rollout_client.client
 from models import DTYPES, read_model, read_safetensors
-from rollout_client import InvalidArgument, Pixels, SamplingParams, processed_pixels
+from rollout_client import InvalidArgument, Pixels, SamplingParams, _parts, processed_pixels
 from rollout_client.cli import main
 from rollout_client.replay import Recorder, RecordingClient, read_receipts, replay
-from serving import FIXTURES, PUSH_MODEL, server
+from serving import FIXTURES, PUSH_MODEL, bits, server
 
 MODEL = FIXTURES / "qwen2_5_vl"
 CONFIG = json.loads((MODEL / "config.json").read_text())
@@ -175,6 +176,23 @@ def png_file(width, height, colour):
     header = width.to_bytes(4, "big") + height.to_bytes(4, "big") + bytes((8, 2, 0, 0, 0))
     rows = (b"\0" + bytes(colour) * width) * height
     return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", zlib.compress(rows)) + chunk(b"IEND", b"")
+
+
+def test_a_call_in_parts_has_the_samples_of_one_message(client, rng, monkeypatch):
+    prompts, images = [[5, PAD, i] for i in range(4)], [[picture(rng)] for _ in range(4)]
+
+    def samples():
+        outputs = client.generate(
+            prompts, 2, SamplingParams(max_tokens=6, seed=9), images=images, return_text=False, request_id="mine"
+        )
+        return [(output.images, [bits(sample) for sample in output.samples]) for output in outputs]
+
+    whole, sent = samples(), []
+    stream = rollout_client.client.GenerateStream
+    monkeypatch.setattr(rollout_client.client, "GenerateStream", lambda *a: sent.append(a[1]) or stream(*a))
+    monkeypatch.setattr(_parts, "MAX_MESSAGE_BYTES", _parts._OTHER_BYTES + 30_000)
+    assert samples() == whole
+    assert [len(request.prompts) for request in sent] == [2, 2]
 
 
 def test_the_command_sends_files(client, tmp_path, capsys):

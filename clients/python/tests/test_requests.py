@@ -6,11 +6,13 @@ import math
 import random
 from dataclasses import replace
 
+import grpc
 import numpy as np
 import pytest
 
 from fake_server import completion, scores, summary
-from rollout_client import Chat, InvalidArgument, RolloutClient, SamplingParams, _proto
+from rollout_client import Chat, FinishReason, InvalidArgument, RolloutClient, SamplingParams, _parts, _proto
+from rollout_client._seeds import prompt_seed
 
 
 @pytest.fixture
@@ -368,3 +370,67 @@ def test_large_requests_and_replies_pass(fake):
     )
     with RolloutClient(fake.address) as client:
         assert client.generate([ids])[0].samples[0].token_ids == ids
+
+
+@pytest.fixture
+def small(monkeypatch):
+    """Messages hold two prompts with an image, or many without."""
+    monkeypatch.setattr(_parts, "MAX_MESSAGE_BYTES", _parts._OTHER_BYTES + 20_000)
+    return {"prompts": [[i] for i in range(5)], "images": [[bytes(8_000)]] * 5, "request_id": "mine"}
+
+
+def test_a_call_larger_than_a_message_is_sent_in_parts(call, echo, small):
+    sampling = SamplingParams(seed=7, temperature=0.5)
+    outputs = call(lambda client: client.generate(**small, n=2, sampling=sampling, top_logprobs=3, timeout=30))
+    assert [[prompt.tokens.ids for prompt in r.prompts] for r in echo.requests] == [[[0], [1]], [[2], [3]], [[4]]]
+    assert [output.prompt_token_ids for output in outputs] == small["prompts"]
+    assert [(s.prompt_index, s.sample_index) for o in outputs for s in o.samples] == [
+        (i, j) for i in range(5) for j in range(2)
+    ]
+    assert {(r.request_id, r.n, r.top_logprobs, r.sampling.seed) for r in echo.requests} == {("mine", 2, 3, 7)}
+    limits = [request.time_limit_seconds for request in echo.requests]
+    assert limits[0] == 30 and limits == sorted(limits, reverse=True) and limits[2] > 0
+    first, *others = [prompt.sampling for request in echo.requests for prompt in request.prompts][1:]
+    assert not first.ByteSize()
+    assert [(other.seed, other.temperature) for other in others] == [(prompt_seed(7, i), 0.5) for i in (2, 3, 4)]
+
+
+def test_parts_keep_the_sampling_of_each_prompt_and_draw_seeds_without_one(call, echo, small):
+    each = [SamplingParams(seed=i, max_tokens=9) for i in range(5)]
+    call(lambda client: client.generate(**small, sampling=each))
+    assert [prompt.sampling.seed for request in echo.requests for prompt in request.prompts] == [0, 1, 2, 3, 4]
+    echo.requests.clear()
+    call(lambda client: client.generate(**small))
+    assert len(echo.requests) == 3
+    assert not any(prompt.HasField("sampling") for request in echo.requests for prompt in request.prompts)
+    assert not any(request.HasField("time_limit_seconds") for request in echo.requests)
+
+
+def test_the_parts_after_one_that_was_ended_end_at_once(call, fake, small):
+    def generate(request, context):
+        reason = 4 if len(fake.requests) == 1 else 5
+        return [*(completion(i, finish_reason=reason) for i in range(len(request.prompts))), summary()]
+
+    fake.answers["Generate"] = generate
+    outputs = call(lambda client: client.generate(**small))
+    assert [request.HasField("time_limit_seconds") for request in fake.requests] == [False, False, True]
+    assert fake.requests[2].time_limit_seconds == 0
+    assert [output.samples[0].finish_reason for output in outputs] == [FinishReason.LENGTH] * 2 + [
+        FinishReason.ABORTED
+    ] * 3
+
+
+def test_errors_name_the_prompts_of_the_whole_call(call, fake, small):
+    def generate(request, context):
+        if len(fake.requests) == 2:
+            context.abort(grpc.StatusCode.INVALID_ARGUMENT, "prompts[1].tokens: no")
+        return [*map(completion, range(len(request.prompts))), summary()]
+
+    fake.answers["Generate"] = generate
+    with pytest.raises(InvalidArgument, match=r"^prompts\[3\]\.tokens: no$"):
+        call(lambda client: client.generate(**small))
+    fake.requests.clear()
+    small["images"] = [*small["images"][:4], [bytes(30_000)]]
+    with pytest.raises(InvalidArgument, match=r"^prompts\[4\]: has 30.* bytes with its images"):
+        call(lambda client: client.generate(**small))
+    assert not fake.requests

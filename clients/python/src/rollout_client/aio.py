@@ -15,6 +15,7 @@ from ._async_pusher import AsyncPusher
 from ._async_stream import AsyncGenerateStream
 from ._async_weights import AsyncWeightSync
 from ._channel import READY_CALL_SECONDS, READY_POLL_SECONDS, generate_timeouts
+from ._parts import Parts
 from ._progress import SampleProgress
 from ._segment import OWNER_ONLY, SegmentPool
 from ._timeline import Timeline, timeline, timeline_request
@@ -93,6 +94,9 @@ class AsyncRolloutClient(AsyncWeightSync):
         At the timeout, samples that have not finished are returned with `FinishReason.ABORTED` and the tokens so far,
         or none if they had not started. `DeadlineExceeded` is raised only if the server does not answer then.
 
+        Prompts that do not fit in a message of 64 MiB, such as those with many images, are sent in several, one after
+        the other; the samples do not depend on it.
+
         Args:
             prompts: texts, lists (or arrays) of token ids, or lists of chat messages; they may be mixed.
             n: samples per prompt.
@@ -111,13 +115,15 @@ class AsyncRolloutClient(AsyncWeightSync):
         """
         refuse_unknown("generate", options, GenerateOptions)
         shown = options.pop("progress", False)
-        stream = self.generate_stream(prompts, n, sampling, **options)
+        limit, _ = generate_timeouts(options.get("timeout"), self._timeout)
+        parts = Parts(_convert.generate_request(prompts, n, sampling, options, limit), limit)
         collector = _convert.Collector(len(prompts), n)
-        with SampleProgress(len(prompts) * n, shown) as progress:
-            async with stream:
-                async for event in stream:
-                    collector.add(event)
-                    progress.add(event)
+        with SampleProgress(len(prompts) * n, shown) as progress, parts.whole_errors():
+            for request, deadline in parts:
+                async with AsyncGenerateStream(self._connection, request, deadline) as stream:
+                    async for event in stream:
+                        collector.add(parts.whole(event))
+                        progress.add(event)
         return collector.outputs()
 
     def generate_stream(
@@ -129,8 +135,8 @@ class AsyncRolloutClient(AsyncWeightSync):
     ) -> AsyncGenerateStream:
         """As `generate`, but yields the `PromptTokens` of each prompt, each `Sample` as it finishes, and a `Summary`.
 
-        The request is sent at once. Leaving the stream early, by `cancel` or the end of its `with` block, aborts the
-        request on the server.
+        The request is sent at once, as one message, in which all prompts must fit. Leaving the stream early, by
+        `cancel` or the end of its `with` block, aborts the request on the server.
 
         Args:
             prompts, n, sampling: as for `generate`.

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from . import _convert, _convert_weights, _proto
 from ._channel import READY_CALL_SECONDS, READY_POLL_SECONDS, generate_timeouts
 from ._connection import Connection
+from ._parts import Parts
 from ._progress import SampleProgress
 from ._pusher import Pusher
 from ._segment import OWNER_ONLY, SegmentPool
@@ -93,6 +94,9 @@ class RolloutClient(WeightSync):
         At the timeout, samples that have not finished are returned with `FinishReason.ABORTED` and the tokens so far,
         or none if they had not started. `DeadlineExceeded` is raised only if the server does not answer then.
 
+        Prompts that do not fit in a message of 64 MiB, such as those with many images, are sent in several, one after
+        the other; the samples do not depend on it.
+
         Args:
             prompts: texts, lists (or arrays) of token ids, or lists of chat messages; they may be mixed.
             n: samples per prompt.
@@ -111,12 +115,15 @@ class RolloutClient(WeightSync):
         """
         refuse_unknown("generate", options, GenerateOptions)
         shown = options.pop("progress", False)
-        stream = self.generate_stream(prompts, n, sampling, **options)
+        limit, _ = generate_timeouts(options.get("timeout"), self._timeout)
+        parts = Parts(_convert.generate_request(prompts, n, sampling, options, limit), limit)
         collector = _convert.Collector(len(prompts), n)
-        with SampleProgress(len(prompts) * n, shown) as progress, stream:
-            for event in stream:
-                collector.add(event)
-                progress.add(event)
+        with SampleProgress(len(prompts) * n, shown) as progress, parts.whole_errors():
+            for request, deadline in parts:
+                with GenerateStream(self._connection, request, deadline) as stream:
+                    for event in stream:
+                        collector.add(parts.whole(event))
+                        progress.add(event)
         return collector.outputs()
 
     def generate_stream(
@@ -128,8 +135,8 @@ class RolloutClient(WeightSync):
     ) -> GenerateStream:
         """As `generate`, but yields the `PromptTokens` of each prompt, each `Sample` as it finishes, and a `Summary`.
 
-        The request is sent at once. Leaving the stream early, by `cancel` or the end of its `with` block, aborts the
-        request on the server.
+        The request is sent at once, as one message, in which all prompts must fit. Leaving the stream early, by
+        `cancel` or the end of its `with` block, aborts the request on the server.
 
         Args:
             prompts, n, sampling: as for `generate`.

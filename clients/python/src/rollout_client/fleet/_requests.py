@@ -18,6 +18,7 @@ from .._channel import call_timeout, generate_timeouts
 from .._convert import new_request_id
 from .._fields import of_each
 from .._progress import SampleProgress
+from .._seeds import prompt_seed, sample_seed
 from ..aio import AsyncRolloutClient
 from ..errors import (
     DEADLINE_PASSED,
@@ -46,7 +47,6 @@ from ..types import (
 from ._replica import Replica
 from ._replica_set import ReplicaSet
 from ._router import Assignment
-from ._seeds import prompt_seed, sample_seed
 from .types import ReplicaState
 
 MAX_ATTEMPTS = 4
