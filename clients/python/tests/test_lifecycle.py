@@ -72,16 +72,17 @@ def test_awake_sleeps_at_the_end_also_after_an_exception(sleeper):
 def test_awake_of_the_async_client_sleeps_also_when_its_task_is_cancelled(sleeper):
     async def main():
         async with AsyncRolloutClient(sleeper.address) as client:
+            entered = asyncio.Event()
 
             async def work():
                 async with client.awake():
+                    entered.set()
                     await asyncio.sleep(60)
 
             async with client.awake(level=2) as same:
                 assert same is client
             task = asyncio.create_task(work())
-            while len(sleeper.requests) < 3:
-                await asyncio.sleep(0.01)
+            await entered.wait()
             task.cancel()
             with pytest.raises(asyncio.CancelledError):
                 await task
