@@ -256,13 +256,6 @@ impl Layout {
         if let Some(vision) = &model.vision {
             let tower = ModelShape { head_dim: vision.head_dim(), ..shape };
             devices.iter().try_for_each(|device| device.check(&tower))?;
-            if devices.have_own_memory() {
-                let (device, architecture) = (config.device.name(), model.architecture_name());
-                return Err(Error::Config(format!(
-                    "--device {device}: {architecture} is served on the CPU only, because its vision tower is not \
-                     tested on this device yet"
-                )));
-            }
         }
         let longest = model.max_position_embeddings;
         let max_model_len = config.max_model_len.unwrap_or(longest);

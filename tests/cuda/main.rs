@@ -17,6 +17,7 @@ mod failures;
 #[cfg(feature = "flash-attn")]
 mod flash;
 mod graphs;
+mod images;
 mod large;
 mod memory;
 mod ranks;
