@@ -90,12 +90,11 @@ fn picture(image: GivenImage, rules: &ImageRules, charge: &mut Charge) -> Result
         return Err(Error::invalid(path, message));
     };
     let (tokens, most) = (grid[0] * grid[1], rules.most_tokens);
-    ensure!(
-        tokens <= most,
-        path,
-        "{width} x {height} pixels are {tokens} tokens, more than {most}; send a smaller image, or raise \
-         --max-image-tokens"
-    );
+    let advice = match most < rules.vision.most_tokens() {
+        true => "send a smaller image, or raise --max-image-tokens",
+        false => "send a smaller image: the model's processor makes none of more",
+    };
+    ensure!(tokens <= most, path, "{width} x {height} pixels are {tokens} tokens, more than {most}; {advice}");
     Ok((picture, grid))
 }
 

@@ -4,7 +4,7 @@ use axum::extract::State;
 use axum::http::HeaderMap;
 use axum::response::Response;
 use bytes::Bytes;
-use serde::{Deserialize, Deserializer, Serialize, de};
+use serde::{Deserialize, Deserializer, Serialize, Serializer, de};
 use serde_json::value::RawValue;
 use utoipa::ToSchema;
 
@@ -130,8 +130,10 @@ pub(in crate::server::http) async fn generate(
     sample(&app, body, |body, context| {
         let reasons = body.reasoning_ended == Some(false);
         let spared = context.model.encoder.as_ref().and_then(|encoder| encoder.reasoning(None)).filter(|_| reasons);
+        let names_tokens = body.features.is_some();
         let (message, report, table) = message(body, request_id(&headers), context)?;
-        let writer = |request: &ValidRequest, traffic: &Traffic| InferenceWriter::new(request, report, table, traffic);
+        let answer = (report, table, names_tokens);
+        let writer = |request: &ValidRequest, traffic: &Traffic| InferenceWriter::new(request, answer, traffic);
         Ok((message, spared, writer))
     })
     .await
@@ -264,10 +266,24 @@ struct SampledToken {
 /// A token with its log-probability: -9999 for minus infinity, null for NaN.
 #[derive(Clone, Copy, Serialize, ToSchema)]
 struct RankedToken {
+    /// `token_id:` and the id, if the request has `features`: vLLM wrote it so before 0.32, and TRL 1.16 reads it.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    #[schema(value_type = Option<String>)]
+    token: Option<TokenName>,
     token_id: TokenId,
     logprob: Option<f32>,
     /// 1 for the most likely token.
     rank: u32,
+}
+
+/// A token, written as `token_id:` and its id.
+#[derive(Clone, Copy)]
+struct TokenName(TokenId);
+
+impl Serialize for TokenName {
+    fn serialize<S: Serializer>(&self, serializer: S) -> std::result::Result<S::Ok, S::Error> {
+        serializer.collect_str(&format_args!("token_id:{}", self.0))
+    }
 }
 
 /// One event of a stream.
@@ -285,6 +301,8 @@ struct Chunk<'a> {
 struct InferenceWriter {
     id: String,
     report: Report,
+    /// Whether log-probabilities have the names of tokens beside their ids.
+    names_tokens: bool,
     prompt: Prompt,
     prompt_logprobs: Option<PromptLogprobs>,
     table: Option<LogprobTable>,
@@ -297,12 +315,17 @@ struct InferenceWriter {
 }
 
 impl InferenceWriter {
-    fn new(request: &ValidRequest, report: Report, table: Option<LogprobTable>, traffic: &Traffic) -> Self {
+    fn new(
+        request: &ValidRequest,
+        (report, table, names_tokens): (Report, Option<LogprobTable>, bool),
+        traffic: &Traffic,
+    ) -> Self {
         let samples = if report.is_stream { 0 } else { samples_per_prompt(request) };
         let bytes = samples * SAMPLE + table.as_ref().map_or(0, LogprobTable::bytes);
         Self {
             id: format!("generate-tokens-{}", request.request_id),
             report,
+            names_tokens,
             prompt: request.prompts[0].clone(),
             prompt_logprobs: None,
             table,
@@ -316,12 +339,14 @@ impl InferenceWriter {
     /// The log-probabilities of tokens, if they were requested.
     fn logprobs(&self, tokens: &[TokenLogprobs]) -> Option<SampleLogprobs> {
         let top = self.report.logprobs? as usize;
+        let ranked = |token_id, value, rank| {
+            let token = self.names_tokens.then_some(TokenName(token_id));
+            RankedToken { token, token_id, logprob: written(value), rank }
+        };
         let entry = |token: &TokenLogprobs| {
-            let logprob = written(chosen(token, self.report.mode));
-            let own = RankedToken { token_id: token.token, logprob, rank: token.rank };
+            let own = ranked(token.token, chosen(token, self.report.mode), token.rank);
             let others = token.top.iter().zip(1..).take(top).filter(|((other, _), _)| *other != token.token);
-            let others =
-                others.map(|(&(token_id, value), rank)| RankedToken { token_id, logprob: written(value), rank });
+            let others = others.map(|(&(token_id, value), rank)| ranked(token_id, value, rank));
             SampledToken { token: own, top_logprobs: std::iter::once(own).chain(others).collect() }
         };
         Some(SampleLogprobs { content: tokens.iter().map(entry).collect() })
