@@ -37,6 +37,8 @@ from rollout_client import PromptOutput, RolloutClient, SamplingParams, ServerPr
 sys.path.append(str(Path(__file__).resolve().parents[1] / "examples"))
 
 import grpo
+import sorting
+from questions import Prompt, encode
 
 PARTS = ["wake", "push", "generate", "sleep", "train"]
 OURS = "rollout-server"
@@ -52,8 +54,8 @@ class Work:
     """What is sampled in every step, with the policy as it then is."""
 
     model: peft.PeftModel
-    prompts: list[list[int]]
-    """All of one length."""
+    prompts: list[Prompt]
+    """Texts, all of one length."""
     samples: int
     """Of each prompt."""
     tokens: int
@@ -77,7 +79,7 @@ def with_transformers(work: Work, number: int) -> tuple[Seconds, None]:
     """The trainer's own model, without padding."""
     watch = grpo.Stopwatch()
     torch.manual_seed(number)
-    tokens = torch.tensor(work.prompts).repeat_interleave(work.samples, 0)
+    tokens = torch.tensor([prompt.token_ids for prompt in work.prompts]).repeat_interleave(work.samples, 0)
     length = {"min_new_tokens": work.tokens, "max_new_tokens": work.tokens}
     found = work.model.generate(
         input_ids=tokens, attention_mask=torch.ones_like(tokens), do_sample=True, top_k=0, pad_token_id=0, **length
@@ -94,7 +96,8 @@ def with_vllm(server: VllmServer, directory: Path, work: Work, number: int) -> t
         work.model.save_pretrained(directory / str(number))
         server.load_adapter(directory / str(number))
         watch("push")
-        groups = server.generate(work.prompts, n=work.samples, max_tokens=work.tokens, seed=number)
+        prompts = [prompt.token_ids for prompt in work.prompts]
+        groups = server.generate(prompts, n=work.samples, max_tokens=work.tokens, seed=number)
         watch("generate")
     return watch.seconds, groups
 
@@ -122,8 +125,8 @@ def measure(args: argparse.Namespace) -> tuple[dict[str, list[Seconds]], dict[st
     """The steps of each column, and the largest difference of log-probabilities where there are any."""
     tokenizer, model = grpo.load(args.model, SETTINGS)
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=SETTINGS.learning_rate)
-    questions, _ = grpo.dataset(SETTINGS.seed)
-    prompts = [grpo.prompt_ids(tokenizer, digits) for digits in questions[: args.prompts]]
+    questions, _ = sorting.dataset(SETTINGS.seed)
+    prompts = [encode(tokenizer, question) for question in questions[: args.prompts]]
     work = Work(model, prompts, args.samples, args.tokens)
     rewards = torch.rand(args.prompts, args.samples)
     differences: dict[str, float] = {}

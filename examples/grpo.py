@@ -1,8 +1,10 @@
 #!/usr/bin/env python3
-"""GRPO with LoRA in plain torch and PEFT: the whole loop, written out. It teaches a model to sort three digits.
+"""GRPO with LoRA in plain torch and PEFT: the whole loop, written out. It teaches a model to sort three digits, or to
+name the colour of a square in a picture.
 
     make train                  # a tiny model, made on the spot: under a minute
     make train MODEL=smollm2    # SmolLM2-135M-Instruct, five minutes
+    make train MODEL=tiny-vlm   # a tiny Qwen2.5-VL, made on the spot: its prompts have images
     python examples/grpo.py --server target/release/rollout-server --model .models/tiny --out runs/tiny
 
 Each step wakes the server, pushes the newest adapter into it, lets it sample a group of answers to each question, and
@@ -16,17 +18,23 @@ import argparse
 import json
 import random
 import time
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
+from typing import Any
 
 import peft
 import torch
 import transformers
 from tqdm import tqdm
 
+import colours
+import sorting
+from questions import Prompt, Question, encode, model_inputs, shuffle_images
 from rollout_client import PromptOutput, RolloutClient, SamplingParams, ServerProcess
-from sorting import dataset, question, reward
-from training_report import Step, draw, summary
+from training_report import Exam, Step, draw, summary
+
+TASKS = {"sorting": sorting, "colours": colours}
 
 
 @dataclass(frozen=True)
@@ -44,21 +52,24 @@ class Settings:
     seed: int = 0
 
 
-def prompt_ids(tokenizer: transformers.PreTrainedTokenizerBase, digits: list[int]) -> list[int]:
-    """The same as tokens. The trainer makes them, so that it learns from the very tokens that the server saw."""
-    return tokenizer.apply_chat_template(question(digits), add_generation_prompt=True)["input_ids"]
-
-
 # --- The policy: a model with a LoRA adapter ---
 
 
-def load(directory: str | Path, settings: Settings) -> tuple[transformers.PreTrainedTokenizerBase, peft.PeftModel]:
-    """The tokenizer, and the model in float32 with a fresh adapter on all linear layers."""
+def load_base(directory: str | Path) -> tuple[Any, transformers.PreTrainedModel]:
+    """The tokenizer, or the processor of a model of text and images, and the model in float32."""
+    if hasattr(transformers.AutoConfig.from_pretrained(directory), "vision_config"):
+        processors, models = transformers.AutoProcessor, transformers.AutoModelForImageTextToText
+    else:
+        processors, models = transformers.AutoTokenizer, transformers.AutoModelForCausalLM
+    return processors.from_pretrained(directory), models.from_pretrained(directory, dtype=torch.float32)
+
+
+def load(directory: str | Path, settings: Settings) -> tuple[Any, peft.PeftModel]:
+    """The same with a fresh adapter on all linear layers, those of the vision tower too."""
     torch.manual_seed(settings.seed)
-    tokenizer = transformers.AutoTokenizer.from_pretrained(directory)
-    base = transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
+    processor, base = load_base(directory)
     config = peft.LoraConfig(r=settings.rank, lora_alpha=2 * settings.rank, target_modules="all-linear")
-    return tokenizer, peft.get_peft_model(base, config)
+    return processor, peft.get_peft_model(base, config)
 
 
 @dataclass
@@ -67,6 +78,8 @@ class Batch:
 
     tokens: torch.Tensor
     """`[S, T]`."""
+    inputs: dict[str, torch.Tensor]
+    """What the model needs beside the tokens, if the prompts have images."""
     answer: torch.Tensor
     """`[S, T - 1]`: whether the token after this place was sampled."""
     old_logprobs: torch.Tensor
@@ -75,14 +88,21 @@ class Batch:
     """`[S, 1]`."""
 
 
+def placeholders(config: transformers.PretrainedConfig) -> torch.Tensor:
+    """The tokens that stand for images and videos, which the server leaves out of the draw; none in a model of text."""
+    names = ("image_token_id", "video_token_id")
+    return torch.tensor([getattr(config, name) for name in names if hasattr(config, name)], dtype=torch.long)
+
+
 def logprobs(model: torch.nn.Module, batch: Batch, temperature: float) -> torch.Tensor:
     """`[S, T - 1]`: the log-probability of each token after the first, by the trainer's own forward pass.
 
-    Divided by the temperature, as the distribution was that the server sampled from.
+    The distribution is the one that the server sampled from: divided by the temperature, and without placeholders.
     """
     first = int(batch.answer.any(0).nonzero()[0])  # the logits of the prompts are not needed
     width = batch.tokens.shape[1]
-    logits = model(batch.tokens, logits_to_keep=width - first).logits[:, :-1].float() / temperature
+    logits = model(batch.tokens, **batch.inputs, logits_to_keep=width - first).logits[:, :-1].float() / temperature
+    logits.index_fill_(-1, placeholders(model.config), -torch.inf)
     chosen = torch.log_softmax(logits, -1).gather(-1, batch.tokens[:, first + 1 :, None])[..., 0]
     return torch.nn.functional.pad(chosen, (first, 0))
 
@@ -108,7 +128,7 @@ class Stopwatch:
 def sample(
     client: RolloutClient,
     model: peft.PeftModel,
-    prompts: list[list[int]],
+    prompts: Sequence[Prompt],
     *,
     n: int,
     sampling: SamplingParams,
@@ -121,26 +141,28 @@ def sample(
         watch("push")
         client.wake(["kv_cache"])  # after the push, which can use its memory
         watch("wake")
-        groups = client.generate(prompts, n=n, sampling=sampling, if_weight_version=version)
+        tokens, images = [prompt.token_ids for prompt in prompts], [prompt.images for prompt in prompts]
+        groups = client.generate(tokens, images=images, n=n, sampling=sampling, if_weight_version=version)
         watch("generate")
     watch("sleep")
     return groups
 
 
-def make_batch(prompts: list[list[int]], groups: list[PromptOutput], rewards: torch.Tensor) -> Batch:
+def make_batch(prompts: Sequence[Prompt], groups: list[PromptOutput], rewards: torch.Tensor) -> Batch:
     """Tensors of the samples; an advantage is how much better a sample is than its group, in standard deviations."""
     samples = [(prompt, one) for prompt, group in zip(prompts, groups, strict=True) for one in group.samples]
-    shape = len(samples), max(len(prompt) + len(one.token_ids) for prompt, one in samples)
+    shape = len(samples), max(len(prompt.token_ids) + len(one.token_ids) for prompt, one in samples)
     tokens = torch.zeros(shape, dtype=torch.long)
     answer = torch.zeros(shape, dtype=torch.bool)
     old_logprobs = torch.zeros(shape)
     for row, (prompt, one) in enumerate(samples):
-        start, end = len(prompt), len(prompt) + len(one.token_ids)
-        tokens[row, :end] = torch.tensor(prompt + one.token_ids)
+        start, end = len(prompt.token_ids), len(prompt.token_ids) + len(one.token_ids)
+        tokens[row, :end] = torch.tensor(prompt.token_ids + one.token_ids)
         answer[row, start:end] = True
         old_logprobs[row, start:end] = torch.from_numpy(one.logprobs)
     advantages = (rewards - rewards.mean(1, keepdim=True)) / (rewards.std(1, keepdim=True) + 1e-4)
-    return Batch(tokens, answer[:, 1:], old_logprobs[:, 1:], advantages.reshape(-1, 1))
+    inputs = model_inputs([prompt for prompt, _ in samples], shape[1])
+    return Batch(tokens, inputs, answer[:, 1:], old_logprobs[:, 1:], advantages.reshape(-1, 1))
 
 
 def learn(model: peft.PeftModel, optimizer: torch.optim.Optimizer, batch: Batch, settings: Settings) -> float:
@@ -160,21 +182,20 @@ def learn(model: peft.PeftModel, optimizer: torch.optim.Optimizer, batch: Batch,
 
 
 def train(
-    client: RolloutClient, tokenizer: transformers.PreTrainedTokenizerBase, model: peft.PeftModel, settings: Settings
+    client: RolloutClient, processor: Any, model: peft.PeftModel, questions: Sequence[Question], settings: Settings
 ) -> list[Step]:
     """The loop; the server is asleep before and after."""
-    questions, _ = dataset(settings.seed)
     rng = random.Random(settings.seed)
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=settings.learning_rate)
     steps = []
     bar = tqdm(range(1, settings.steps + 1), desc="GRPO", unit="step")
     for number in bar:
         asked = rng.sample(questions, settings.questions)
-        prompts = [prompt_ids(tokenizer, digits) for digits in asked]
+        prompts = [encode(processor, question) for question in asked]
         sampling = SamplingParams(settings.temperature, max_tokens=settings.max_tokens, seed=settings.seed + number)
         watch = Stopwatch()
         groups = sample(client, model, prompts, n=settings.samples, sampling=sampling, watch=watch)
-        rewards = [[reward(one.text, d) for one in group.samples] for d, group in zip(asked, groups, strict=True)]
+        rewards = [[question.reward(one.text) for one in g.samples] for question, g in zip(asked, groups, strict=True)]
         batch = make_batch(prompts, groups, torch.tensor(rewards))
         difference = learn(model, optimizer, batch, settings)
         watch("train")
@@ -183,15 +204,14 @@ def train(
     return steps
 
 
-def exam(
-    client: RolloutClient, tokenizer: transformers.PreTrainedTokenizerBase, model: peft.PeftModel, settings: Settings
+def examine(
+    client: RolloutClient, processor: Any, model: peft.PeftModel, questions: Sequence[Question], settings: Settings
 ) -> float:
-    """The mean reward of the most likely answers to the questions that are held out."""
-    _, asked = dataset(settings.seed)
-    prompts = [prompt_ids(tokenizer, digits) for digits in asked]
+    """The mean reward of the most likely answers."""
+    prompts = [encode(processor, question) for question in questions]
     greedy = SamplingParams(temperature=0.0, max_tokens=settings.max_tokens)
     groups = sample(client, model, prompts, n=1, sampling=greedy, watch=Stopwatch())
-    return sum(reward(g.samples[0].text, d) for d, g in zip(asked, groups, strict=True)) / len(asked)
+    return sum(q.reward(g.samples[0].text) for q, g in zip(questions, groups, strict=True)) / len(questions)
 
 
 # --- The run: a server of its own, and what is left at the end ---
@@ -201,6 +221,7 @@ def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--server", default="target/release/rollout-server", help="the server's binary")
     parser.add_argument("--model", required=True, help="a Hugging Face checkpoint with a chat template")
+    parser.add_argument("--task", choices=TASKS, default="sorting", help="what it learns (default %(default)s)")
     parser.add_argument("--out", type=Path, default=Path("runs/grpo"), help="where adapter, steps and picture go")
     for setting in fields(Settings):
         flag = "--" + setting.name.replace("_", "-")
@@ -212,20 +233,25 @@ def main() -> None:
     args = parse_args()
     settings = Settings(**{setting.name: getattr(args, setting.name) for setting in fields(Settings)})
     args.out.mkdir(parents=True, exist_ok=True)
-    tokenizer, model = load(args.model, settings)
+    questions, held_out = TASKS[args.task].dataset(settings.seed)
+    exams = {"held-out questions": held_out}
+    if held_out[0].images:
+        exams["held-out questions, images shuffled among them"] = shuffle_images(held_out, settings.seed)
+    processor, model = load(args.model, settings)
     flags = ["--dtype", "float32", "--mem-util", "0.3"]  # float32 as the trainer, so that both agree to 1e-4
     with (
         (args.out / "server.log").open("w") as log,
         ServerProcess(args.server, args.model, flags, output=log) as server,
     ):
         server.client.sleep()
-        before = exam(server.client, tokenizer, model, settings)
-        steps = train(server.client, tokenizer, model, settings)
-        after = exam(server.client, tokenizer, model, settings)
+        before = [examine(server.client, processor, model, exam, settings) for exam in exams.values()]
+        steps = train(server.client, processor, model, questions, settings)
+        after = [examine(server.client, processor, model, exam, settings) for exam in exams.values()]
+    results = [Exam(*exam) for exam in zip(exams, before, after, strict=True)]
     model.save_pretrained(args.out / "adapter")
     (args.out / "steps.json").write_text(json.dumps([asdict(step) for step in steps], indent=1))
-    draw(steps, args.out / "training.png", f"GRPO with LoRA on {Path(args.model).name}")
-    print(summary(steps, before, after))
+    draw(steps, results, args.out / "training.png", f"GRPO with LoRA on {Path(args.model).name}")
+    print(summary(steps, results))
     print(f"adapter, steps.json and training.png are in {args.out}")
 
 

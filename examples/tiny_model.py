@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import random
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
@@ -19,6 +20,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from tqdm import tqdm
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
+from questions import Prompt, encode, model_inputs
 from sorting import question
 
 PAD, START, END = SPECIALS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
@@ -30,8 +32,8 @@ BATCH = 128
 LEARNING_RATE = 4e-3
 
 
-def make_tokenizer() -> PreTrainedTokenizerFast:
-    """Byte-level BPE that knows the words of the questions; each digit is a token of its own."""
+def make_tokenizer(texts: Sequence[str], specials: Sequence[str], chat_template: str) -> PreTrainedTokenizerFast:
+    """Byte-level BPE that knows the words of these texts; each digit is a token of its own."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
@@ -39,11 +41,11 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
     tokenizer.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     trainer = trainers.BpeTrainer(
-        vocab_size=320, special_tokens=SPECIALS, initial_alphabet=alphabet, show_progress=False
+        vocab_size=320, special_tokens=list(specials), initial_alphabet=alphabet, show_progress=False
     )
-    tokenizer.train_from_iterator([question([0])[0]["content"]] * 2, trainer)
+    tokenizer.train_from_iterator([*texts] * 2, trainer)
     fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=END, pad_token=PAD)
-    fast.chat_template = CHAT_TEMPLATE
+    fast.chat_template = chat_template
     return fast
 
 
@@ -66,25 +68,31 @@ def make_model(tokenizer: PreTrainedTokenizerFast) -> LlamaForCausalLM:
     return LlamaForCausalLM(config)
 
 
-def example(tokenizer: PreTrainedTokenizerFast, rng: random.Random) -> tuple[list[int], int]:
-    """Tokens of a question with an answer in random order, and how many of them are the question's."""
+Example = tuple[Prompt, list[int]]
+"""A prompt, and the tokens of an answer to it; all examples of a model have the same lengths."""
+
+
+def example(tokenizer: PreTrainedTokenizerFast, rng: random.Random) -> Example:
+    """A question with an answer in random order."""
     digits = rng.sample(range(10), 3)
-    prompt = tokenizer.apply_chat_template(question(digits), add_generation_prompt=True)["input_ids"]
     answer = " ".join(map(str, rng.sample(digits, 3)))
-    return prompt + tokenizer(answer)["input_ids"] + [tokenizer.eos_token_id], len(prompt)
+    return encode(tokenizer, question(digits)), [*tokenizer(answer)["input_ids"], tokenizer.eos_token_id]
 
 
-def pretrain(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, steps: int, rng: random.Random) -> float:
-    """Trains on answers in random order; returns the last loss per token (none is below ln(6) / 6 = 0.299)."""
-    examples = [example(tokenizer, rng) for _ in range(steps * BATCH // 8)]
+def pretrain(
+    model: torch.nn.Module, examples: Sequence[Example], *, steps: int, batch: int, rng: random.Random
+) -> float:
+    """Trains on the answers; returns the last loss per token."""
     optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.98))
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, LEARNING_RATE, total_steps=steps, pct_start=0.1)
     bar = tqdm(range(steps), desc="tiny model", unit="step")
     for _ in bar:
-        batch = rng.sample(examples, BATCH)
-        tokens, start = torch.tensor([ids for ids, _ in batch]), batch[0][1]
-        logits = model(tokens[:, :-1]).logits[:, start - 1 :]
-        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, start:].flatten())
+        prompts, answers = zip(*rng.sample(examples, batch), strict=True)
+        tokens = torch.tensor([p.token_ids + answer[:-1] for p, answer in zip(prompts, answers, strict=True)])
+        targets = torch.tensor(answers)
+        inputs = model_inputs(prompts, tokens.shape[1])
+        logits = model(tokens, **inputs, logits_to_keep=targets.shape[1]).logits
+        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
@@ -96,21 +104,24 @@ def pretrain(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, steps:
 def make(directory: Path, steps: int = 400, seed: int = 0) -> None:
     """Writes the checkpoint, the same one for the same seed on the same machine."""
     torch.manual_seed(seed)
-    tokenizer = make_tokenizer()
+    tokenizer = make_tokenizer([question([0]).chat[0]["content"]], SPECIALS, CHAT_TEMPLATE)
     model = make_model(tokenizer)
-    pretrain(model, tokenizer, steps, random.Random(seed))
+    rng = random.Random(seed)
+    examples = [example(tokenizer, rng) for _ in range(steps * BATCH // 8)]
+    pretrain(model, examples, steps=steps, batch=BATCH, rng=rng)  # no loss is below ln(6) / 6 = 0.299
     model.save_pretrained(directory)
     tokenizer.save_pretrained(directory)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def run(make: Callable[[Path, int, int], None], description: str, steps: int) -> None:
+    """The command line of a program that makes a model."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("directory", type=Path, help="where the checkpoint goes")
-    parser.add_argument("--steps", type=int, default=400)
+    parser.add_argument("--steps", type=int, default=steps)
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
     make(args.directory, args.steps, args.seed)
 
 
 if __name__ == "__main__":
-    main()
+    run(make, __doc__, steps=400)

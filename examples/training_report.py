@@ -12,6 +12,9 @@ import matplotlib.pyplot as plt
 # In the order in which a step does them; colours that the colour-blind can tell apart.
 PARTS = {"wake": "#e69f00", "push": "#d55e00", "generate": "#0072b2", "sleep": "#cc79a7", "train": "#8da0a8"}
 
+# Of the exams, in their order.
+EXAM_COLOURS = ("#009e73", "#d55e00")
+
 
 @dataclass
 class Step:
@@ -27,14 +30,24 @@ class Step:
     """Time of each part, by the names of `PARTS`."""
 
 
-def summary(steps: Sequence[Step], before: float, after: float) -> str:
-    """The run as a table; `before` and `after` are the rewards of the exam."""
+@dataclass
+class Exam:
+    """What the run has changed for questions that it did not train on."""
+
+    name: str
+    before: float
+    """Mean reward of the most likely answers."""
+    after: float
+
+
+def summary(steps: Sequence[Step], exams: Sequence[Exam]) -> str:
+    """The run as a table."""
     few = max(len(steps) // 10, 1)
     first, last = (fmean(step.reward for step in part) for part in (steps[:few], steps[-few:]))
     total = sum(sum(step.seconds.values()) for step in steps)
     rows = [
         ("reward, mean of the first and of the last tenth of the steps", f"{first:.2f} → {last:.2f}"),
-        ("reward of the most likely answers to held-out questions", f"{before:.2f} → {after:.2f}"),
+        *((f"reward of the most likely answers, {e.name}", f"{e.before:.2f} → {e.after:.2f}") for e in exams),
         ("largest difference of log-probabilities, server and trainer", f"{max(s.max_difference for s in steps):.1e}"),
         ("tokens, steps, seconds", f"{sum(step.tokens for step in steps):,}, {len(steps)}, {total:.1f}"),
     ]
@@ -47,13 +60,17 @@ def summary(steps: Sequence[Step], before: float, after: float) -> str:
     return "\n".join(f"{name:<{width}}  {value}" for name, value in rows)
 
 
-def draw(steps: Sequence[Step], path: Path, title: str) -> None:
+def draw(steps: Sequence[Step], exams: Sequence[Exam], path: Path, title: str) -> None:
     """Writes the picture; the format is that of the path's suffix."""
     plt.switch_backend("agg")  # no window
     figure, (reward, difference, time) = plt.subplots(1, 3, figsize=(13, 3.6), layout="constrained")
     numbers = range(1, len(steps) + 1)
-    reward.plot(numbers, [step.reward for step in steps], color="#0072b2")
-    reward.set(title="reward, mean of the step's samples", ylim=(0, 1.02))
+    reward.plot(numbers, [step.reward for step in steps], color="#0072b2", label="samples of the step")
+    for exam, colour in zip(exams, EXAM_COLOURS, strict=False):
+        ends = (1, len(steps)), (exam.before, exam.after)
+        reward.plot(*ends, "o--", color=colour, linewidth=1, clip_on=False, label=exam.name)
+    reward.set(title="mean reward", ylim=(0, 1.3), yticks=(0, 0.2, 0.4, 0.6, 0.8, 1))  # room for the legend
+    reward.legend(loc="upper left", fontsize=8)
     difference.semilogy(numbers, [step.max_difference for step in steps], ".", color="#0072b2")
     difference.axhline(1e-4, color="#d55e00", linestyle="--", linewidth=1)
     difference.set(title="largest |Δ log-probability|, server and trainer", ylim=(1e-8, 1e-3))

@@ -7,7 +7,6 @@ import sys
 import peft
 import pytest
 import torch
-import transformers
 
 from rollout_client import RolloutClient
 from serving import REPOSITORY, server
@@ -15,9 +14,12 @@ from serving import REPOSITORY, server
 sys.path.append(str(REPOSITORY / "examples"))
 
 import grpo
+import sorting
 import tiny_model
+from questions import encode
 
 SETTINGS = grpo.Settings(steps=25)
+QUESTIONS, _ = sorting.dataset(SETTINGS.seed)
 
 
 @pytest.fixture(scope="module")
@@ -35,25 +37,24 @@ def assert_same_policy(steps):
 
 def sampled_reward(directory, adapter=None):
     """The mean reward of held-out questions, sampled by transformers."""
-    tokenizer = transformers.AutoTokenizer.from_pretrained(directory)
-    model = transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
+    tokenizer, model = grpo.load_base(directory)
     if adapter is not None:
         model = peft.PeftModel.from_pretrained(model, adapter)
-    _, questions = grpo.dataset(SETTINGS.seed)
-    prompts = torch.tensor([grpo.prompt_ids(tokenizer, digits) for digits in questions])
+    _, questions = sorting.dataset(SETTINGS.seed)
+    prompts = torch.tensor([encode(tokenizer, question).token_ids for question in questions])
     torch.manual_seed(1)
     tokens = model.generate(
         prompts, attention_mask=torch.ones_like(prompts), do_sample=True, max_new_tokens=SETTINGS.max_tokens
     )
     answers = tokenizer.batch_decode(tokens[:, prompts.shape[1] :], skip_special_tokens=True)
-    return sum(map(grpo.reward, answers, questions)) / len(questions)
+    return sum(question.reward(answer) for question, answer in zip(questions, answers, strict=True)) / len(questions)
 
 
 def test_what_is_learnt_with_the_server_is_there_without_it(binary, tiny, tmp_path):
     tokenizer, model = grpo.load(tiny, SETTINGS)
     with server(binary, tiny, "--dtype", "float32") as client:
         client.sleep()
-        steps = grpo.train(client, tokenizer, model, SETTINGS)
+        steps = grpo.train(client, tokenizer, model, QUESTIONS, SETTINGS)
         client.wake()
     assert_same_policy(steps)
     model.save_pretrained(tmp_path)
@@ -75,7 +76,7 @@ def test_a_push_of_half_the_adapter_is_noticed(binary, tiny):
     tokenizer, model = grpo.load(tiny, settings)
     with server(binary, tiny, "--dtype", "float32") as client, HalvedPushes(client.address) as faulty:
         client.sleep()
-        steps = grpo.train(faulty, tokenizer, model, settings)
+        steps = grpo.train(faulty, tokenizer, model, QUESTIONS, settings)
         client.wake()
     assert_same_policy(steps[:1])  # an adapter that has learnt nothing is zero
     with pytest.raises(AssertionError):
@@ -87,4 +88,4 @@ def test_a_push_of_half_the_adapter_is_noticed(binary, tiny):
     [("1 2 3", 1.0), ("1, 2, 3.", 1.0), ("3 2 1", 1 / 3), ("1 2", 2 / 3), ("1 2 3 4", 3 / 4), ("none", 0.0)],
 )
 def test_rewards_of_answers(answer, expected):
-    assert grpo.reward(answer, [3, 1, 2]) == expected
+    assert sorting.reward(answer, [3, 1, 2]) == expected
