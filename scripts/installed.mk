@@ -39,6 +39,11 @@ $(TRAINED_tiny)/model.safetensors: examples/tiny_model.py | $(TRAINERS)/.install
 	$(call say,Making a tiny model in $(@D))
 	@$(TRAIN_THREADS_tiny) $(TRAINERS)/bin/python examples/tiny_model.py $(@D)
 
+$(TRAINED_tiny-vlm)/model.safetensors: examples/tiny_vlm.py examples/tiny_model.py examples/colours.py \
+		| $(TRAINERS)/.installed
+	$(call say,Making a tiny model of text and images in $(@D))
+	@$(TRAIN_THREADS_tiny-vlm) $(TRAINERS)/bin/python examples/tiny_vlm.py $(@D)
+
 $(TRAINED_smollm2)/model.safetensors: $(SMOLLM2) benches/convert.py | $(TRAINERS)/.installed
 	$(call say,Converting SmolLM2-135M-Instruct to a checkpoint that can be trained: $(@D))
 	@$(TRAINERS)/bin/python benches/convert.py --tokenizer $(SMOLLM2) $(@D)
