@@ -11,6 +11,7 @@ import ml_dtypes
 import numpy as np
 
 from rollout_client import checksum_of
+from serving import FIXTURES
 
 DTYPES = {"F32": np.float32, "BF16": ml_dtypes.bfloat16, "F16": np.float16, "I32": np.int32}
 NAMES = {np.dtype(dtype): name for name, dtype in DTYPES.items()}
@@ -132,3 +133,22 @@ def merged(base, tensors, config):
             product = (b[:, k : k + 1] * a[k : k + 1].astype(np.float64) + product).astype(np.float32)
         changed[name] = (base[name].astype(np.float32) + product * scaling).astype(base[name].dtype)
     return changed
+
+
+def write_vision_model(directory):
+    """A Qwen2.5-VL that, like a trained one, hardly ever draws a placeholder.
+
+    The first component of its hidden states is positive after any token, and makes placeholders unlikely: the server
+    draws from the distribution without them, and a trainer that computes on all tokens then finds the same.
+    """
+    like = FIXTURES / "qwen2_5_vl"
+    config = json.loads((like / "config.json").read_text())
+    state = {name: array.copy() for name, array in read_model(like).items()}
+    state["model.embed_tokens.weight"][:, 0] = 4
+    state["visual.merger.mlp.2.bias"][0] += 4
+    head = state["lm_head.weight"]
+    head[:, 0] = 0
+    for token in (config["image_token_id"], config["video_token_id"]):
+        head[token] = 0
+        head[token, 0] = -10
+    return write_model(directory, like, state)

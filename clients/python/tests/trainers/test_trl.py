@@ -147,14 +147,9 @@ def test_arguments_of_trl_become_sampling_params(caplog):
         sampling_params({}, None, {"best_of": 2})
 
 
-def test_what_is_not_served_is_refused(server):
-    sampler = Sampler(server.client)
-    with pytest.raises(ValueError, match="prompts with images: rollout-server serves text models"):
-        sampler.image_features([["picture"]])
-    with pytest.raises(ValueError, match="prompts with images"):
-        sampler.generate([[1]], features=[{}])
+def test_other_log_probabilities_are_refused(server):
     with pytest.raises(ValueError, match="logprobs=5: only the sampled token's"):
-        sampler.generate([[1]], logprobs=5)
+        Sampler(server.client, None).generate([[1]], logprobs=5)
 
 
 def test_a_configuration_that_means_another_backend_is_refused(server, model, tmp_path):

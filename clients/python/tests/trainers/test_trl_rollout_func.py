@@ -37,7 +37,7 @@ def test_aborted_samples_are_an_error(server):
     with RolloutClient(server.address, timeout=0.05) as impatient:
         sampling = SamplingParams(max_tokens=1500, ignore_eos=True)
         with pytest.raises(Aborted, match=r"of 2 samples were aborted.*or the client's timeout"):
-            Sampler(impatient).sample([[1, 2, 3]], 2, sampling)
+            Sampler(impatient, None).sample([[1, 2, 3]], 2, sampling)
 
 
 def test_a_seed_differs_by_rank_and_step():

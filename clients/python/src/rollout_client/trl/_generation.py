@@ -15,9 +15,11 @@ from peft import get_peft_model_state_dict
 from torch.distributed.tensor import DTensor
 from trl.generation.vllm_generation import VLLMGeneration, empty_cache
 
+from .._served_names import served_parameters
 from .._tensors import checksum_of
 from ..client import RolloutClient
 from ..errors import RolloutError, Unavailable
+from ..images import Pixels
 from ..types import Lifecycle, MemoryTag, UpdateResult
 from ._sampler import Sampler
 
@@ -59,7 +61,7 @@ class RolloutGeneration(VLLMGeneration):
             client = self._given_client or connect(self.server_base_url or f"{self.server_host}:{self.server_port}")
             wait_for_server(client, self.server_timeout)
             self._warn_of_another_dtype(client)
-            self.vllm_client = Sampler(client)
+            self.vllm_client = Sampler(client, self.processing_class)
         self.accelerator.wait_for_everyone()
         self._sleep()
 
@@ -79,6 +81,10 @@ class RolloutGeneration(VLLMGeneration):
         with self.rollout():
             self.wake()
             return super().generate(*args, **options)
+
+    def _place_features(self, features: list[Pixels] | None, prompt_ids: list[int]) -> list[Pixels] | None:
+        """Returns them unchanged: the server finds the placeholders of each image."""
+        return features
 
     @contextmanager
     def rollout(self) -> Iterator[None]:
@@ -126,9 +132,10 @@ class RolloutGeneration(VLLMGeneration):
             return
         parts = base_samples(model)
         with self._dist.gather_params(list(parts.values())):
-            tensors = self._tensors(parts)
+            named = self._tensors(parts)
             if self.accelerator.is_main_process:
                 client = self.vllm_client.client
+                tensors = dict(part for name, tensor in named.items() for part in served_parameters(name, tensor))
                 client.push_lora(None)
                 known = {parameter.name for parameter in client.parameters()}
                 dtype, served = client.info().dtype, client.checksum(known.intersection(tensors))

@@ -11,6 +11,7 @@ from typing import Any
 from accelerate.utils import broadcast_object_list
 
 from ..client import RolloutClient
+from ..images import Pixels
 from ..types import Sample, SamplingParams
 from ._generation import RolloutGeneration, connect
 from ._sampler import Sampler, sampling_params
@@ -38,9 +39,8 @@ def rollout_func(server: str | RolloutClient, sampling: SamplingParams | None = 
             sampler = policy.pushed(trainer)
             generation.wake()
             prompt_ids, images, _ = trainer._tokenize_prompts(prompts)
-            if images is not None:
-                sampler.image_features(images)
-            samples = _samples(sampler, prompt_ids, _seeded(sampling or _settings(trainer), trainer))
+            pixels = sampler.image_features(images or [None] * len(prompt_ids))
+            samples = _samples(sampler, prompt_ids, pixels, _seeded(sampling or _settings(trainer), trainer))
         return {
             "prompt_ids": prompt_ids,
             "completion_ids": [sample.token_ids for sample in samples],
@@ -58,7 +58,7 @@ class _Policy:
 
     def __init__(self, client: RolloutClient) -> None:
         self._client = client
-        self._sampler = Sampler(client)
+        self._sampler: Sampler | None = None
         self._generation: RolloutGeneration | None = None
         self._step: int | None = None
 
@@ -82,6 +82,8 @@ class _Policy:
     def pushed(self, trainer: Any) -> Sampler:
         """Pushes if the trainer has made a step since the last push; every rank then requires that version."""
         generation = self.of(trainer)
+        if self._sampler is None:
+            self._sampler = Sampler(self._client, trainer.processing_class)
         if trainer.state.global_step != self._step:
             if generation is self._generation:  # TRL itself pushes with the trainer's own
                 generation.sync_weights()
@@ -91,14 +93,16 @@ class _Policy:
         return self._sampler
 
 
-def _samples(sampler: Sampler, prompts: list[list[int]], sampling: SamplingParams) -> list[Sample]:
-    """One sample per prompt, in order; consecutive equal prompts are a group."""
-    groups = [(prompt, len(list(equal))) for prompt, equal in itertools.groupby(prompts)]
+def _samples(
+    sampler: Sampler, prompts: list[list[int]], images: list[list[Pixels] | None], sampling: SamplingParams
+) -> list[Sample]:
+    """One sample per prompt, in order; consecutive prompts with equal tokens and images are a group."""
+    repeated = list(zip(prompts, images, strict=True))
+    groups = [(prompt, len(list(equal))) for prompt, equal in itertools.groupby(repeated)]
     sizes = {size for _, size in groups}
-    if len(sizes) == 1:
-        outputs = sampler.sample([prompt for prompt, _ in groups], sizes.pop(), sampling)
-    else:
-        outputs = sampler.sample(prompts, 1, sampling)
+    n = sizes.pop() if len(sizes) == 1 else 1
+    sent = repeated[::n]
+    outputs = sampler.sample([tokens for tokens, _ in sent], n, sampling, [pixels for _, pixels in sent])
     return [sample for output in outputs for sample in output.samples]
 
 

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from typing import Any, NoReturn
+from collections.abc import Sequence
+from typing import Any
 
 from ..client import RolloutClient
 from ..errors import Aborted
+from ..images import Pixels, processed_pixels
 from ..types import FinishReason, PromptOutput, SamplingParams
 
 logger = logging.getLogger(__name__)
@@ -21,9 +23,10 @@ _KNOWN = tuple(field.name for field in dataclasses.fields(SamplingParams))
 class Sampler:
     """Samples on the server with TRL's arguments; the trainer's `vllm_client`."""
 
-    def __init__(self, client: RolloutClient) -> None:
-        """Takes the client; `weight_version` is set after each push."""
+    def __init__(self, client: RolloutClient, processing_class: Any) -> None:
+        """Takes the client and the trainer's processor or tokenizer; `weight_version` is set after each push."""
         self.client = client
+        self._processing_class = processing_class
         self.weight_version: int | None = None
         """The last pushed version. Requests require it, so that samples of another policy never train this one."""
 
@@ -31,21 +34,19 @@ class Sampler:
         """The kind of log-probabilities, which TRL checks before it corrects by importance sampling."""
         return {"model_config": {"logprobs_mode": "processed_logprobs"}}
 
-    def image_features(self, images: object) -> NoReturn:
-        """Rejects prompts with images.
+    def image_features(self, images: Sequence[Sequence[Any] | None]) -> list[list[Pixels] | None]:
+        """The pixels of each prompt's images, as the trainer's processor makes them; None for a prompt without.
 
         Raises:
-            ValueError: always.
+            InvalidArgument: the processor is not of a supported model.
         """
-        raise ValueError(
-            "prompts with images: rollout-server serves text models; train this model with vLLM, or drop the images"
-        )
+        return [processed_pixels(of_prompt, self._processing_class) if of_prompt else None for of_prompt in images]
 
     def generate(
         self,
         prompts: list[list[int]],
         *,
-        features: object = None,
+        features: Sequence[Sequence[Pixels] | None] | None = None,
         n: int = 1,
         logprobs: int | None = 0,
         structured_outputs_regex: str | None = None,
@@ -55,8 +56,8 @@ class Sampler:
         """Samples `n` completions of each prompt.
 
         Args:
-            prompts: token ids.
-            features: features of images; must be None.
+            prompts: token ids, with a placeholder for each token of an image.
+            features: of each prompt what `image_features` returns.
             n: completions per prompt.
             logprobs: number of most likely tokens that TRL wants beside the sampled one; must be 0 or None.
             structured_outputs_regex: regular expression that each completion must match.
@@ -71,11 +72,10 @@ class Sampler:
             ValueError: the server does not support an argument.
             RolloutError: the server rejects the request.
         """
-        if features is not None:
-            self.image_features(features)
         if logprobs not in (0, None):
             raise ValueError(f"logprobs={logprobs}: only the sampled token's log-probability is supported; use 0")
-        outputs = self.sample(prompts, n, sampling_params(sampling, structured_outputs_regex, generation_kwargs))
+        wanted = sampling_params(sampling, structured_outputs_regex, generation_kwargs)
+        outputs = self.sample(prompts, n, wanted, features)
         samples = [sample for output in outputs for sample in output.samples]
         return {
             "prompt_ids": prompts,
@@ -84,13 +84,21 @@ class Sampler:
             "logprob_token_ids": [[[token] for token in sample.token_ids] for sample in samples],
         }
 
-    def sample(self, prompts: list[list[int]], n: int, sampling: SamplingParams) -> list[PromptOutput]:
+    def sample(
+        self,
+        prompts: list[list[int]],
+        n: int,
+        sampling: SamplingParams,
+        images: Sequence[Sequence[Pixels] | None] | None = None,
+    ) -> list[PromptOutput]:
         """Samples from the policy that was pushed last, without texts.
 
         Raises:
             Aborted: some samples were aborted.
         """
-        outputs = self.client.generate(prompts, n, sampling, return_text=False, if_weight_version=self.weight_version)
+        outputs = self.client.generate(
+            prompts, n, sampling, images=images or (), return_text=False, if_weight_version=self.weight_version
+        )
         for output in outputs:
             cut = sum(sample.finish_reason is FinishReason.ABORTED for sample in output.samples)
             if cut:

@@ -5,6 +5,7 @@ To train an adapter, TRL's own trainer works with rollout-server unmodified: doc
 
 from __future__ import annotations
 
+import inspect
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -17,6 +18,7 @@ from trl.experimental.async_grpo import AsyncGRPOTrainer as TrlAsyncGRPOTrainer
 from trl.experimental.async_grpo import async_rollout_worker
 
 from ..client import RolloutClient
+from ..errors import InvalidArgument
 from ..types import UpdateResult
 from ._generation import connect, wait_for_server
 
@@ -94,7 +96,17 @@ class AsyncGRPOTrainer(TrlAsyncGRPOTrainer):
         Args:
             args, options: of TRL's trainer; `vllm_server_base_url` in its configuration is the server's HTTP port.
             client: the gRPC address of the same server as `host:port`, or a client.
+
+        Raises:
+            InvalidArgument: the dataset has a column of images, which TRL's trainer would ignore.
         """
+        dataset = inspect.signature(TrlAsyncGRPOTrainer).bind_partial(*args, **options).arguments.get("train_dataset")
+        for name in ("image", "images"):
+            if name in (getattr(dataset, "column_names", None) or ()):
+                raise InvalidArgument(
+                    f"train_dataset: column {name!r}: AsyncGRPOTrainer of TRL trains on text alone and ignores images; "
+                    "use GRPOTrainer, or drop the column"
+                )
         transfer = RolloutWeightTransfer(client)
         # The worker requires that vLLM is installed, but uses nothing from it.
         with _WITHOUT_VLLM, mock.patch.object(async_rollout_worker, "is_vllm_available", return_value=True):
