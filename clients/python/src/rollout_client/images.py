@@ -89,7 +89,7 @@ ImageInput = Pixels | npt.NDArray[np.uint8] | bytes | Any
 PNG or JPEG file, which the server decodes and resizes."""
 
 
-def processed_pixels(images: Sequence[Any], processor: Any) -> list[Pixels]:
+def processed_pixels(images: Sequence[Any], processor: Any, **options: Any) -> list[Pixels]:
     """The pixels that a processor of transformers makes of images, before it normalises them.
 
     These are the pixels that a trainer scores with, exactly: they are computed back from the processor's `pixel_values`
@@ -98,12 +98,13 @@ def processed_pixels(images: Sequence[Any], processor: Any) -> list[Pixels]:
     Args:
         images: images of any form that the processor takes.
         processor: the processor of a Qwen2.5-VL model, or its image processor.
+        options: options with which the trainer calls its image processor, such as `size`.
 
     Raises:
         InvalidArgument: `pixel_values` are not normalised 8-bit pixels, or not of Qwen's layout.
     """
     processor = getattr(processor, "image_processor", processor)
-    out = processor(images=list(images), return_tensors="np")
+    out = processor(images=list(images), return_tensors="np", **options)
     if "image_grid_thw" not in out:
         raise InvalidArgument("processor: gives no image_grid_thw; only processors of Qwen2.5-VL are supported")
     values, first, pixels = np.asarray(out["pixel_values"], np.float32), 0, []

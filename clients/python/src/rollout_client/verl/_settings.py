@@ -156,6 +156,7 @@ def _flags(config: Any, replicas_per_node: int) -> dict[str, Any]:
         "dtype": config.dtype,
         "log": "warn",  # every sample is a request, so one line per request is too much
         "max_model_len": config.max_model_len,
+        "limit_mm_per_prompt": f"image={config.limit_images}" if config.limit_images else None,
     }
     if replicas_per_node > 1:
         flags["threads"] = max(1, (os.cpu_count() or 1) // replicas_per_node)

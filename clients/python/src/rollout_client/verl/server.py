@@ -8,12 +8,12 @@ import json
 import os
 import sys
 import threading
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Sequence
 from pathlib import Path
 from typing import Any
 
 import ray
-from verl.utils import normalize_token_ids
+from verl.utils import hf_processor, normalize_token_ids
 from verl.utils.fs import copy_to_local
 from verl.workers.rollout.replica import RolloutMode, TokenOutput
 
@@ -21,6 +21,7 @@ from .._timeline import trace_events
 from .._token import read_token
 from ..aio import AsyncRolloutClient
 from ..errors import FailedPrecondition, InvalidArgument, RolloutError
+from ..images import Pixels, processed_pixels
 from ..process import ServerProcess
 from ._sampling import aborted_fields, output_fields, request_seed, sampling_params
 from ._settings import Settings, command_line, find_binary
@@ -42,6 +43,7 @@ class RolloutServer:
         self._settings = settings
         self._mode = rollout_mode
         self._process: ServerProcess | None = None
+        self._processor: Any = None
         self._global_steps: int | None = None
         self._running: set[str] = set()
         self._open = asyncio.Event()
@@ -67,6 +69,9 @@ class RolloutServer:
         self._client = AsyncRolloutClient(self._address, token=token, tls=settings.tls)
         info = await self._client.info()
         self._max_model_len = min(settings.max_model_len or info.max_model_len, info.max_model_len)
+        if info.images is not None:
+            model = await asyncio.to_thread(copy_to_local, settings.model)
+            self._processor = await asyncio.to_thread(hf_processor, model)
 
     async def get_server_address(self) -> tuple[str, str]:
         """This machine's address and the server's HTTP port; for a configured server, its gRPC address."""
@@ -79,7 +84,13 @@ class RolloutServer:
         return {"address": self._address, "token": self._token, "tls": self._settings.tls, "node": node}
 
     async def generate(
-        self, prompt_ids: list[int], sampling_params: dict[str, Any], request_id: str, **others: Any
+        self,
+        prompt_ids: list[int],
+        sampling_params: dict[str, Any],
+        request_id: str,
+        image_data: list[Any] | None = None,
+        mm_processor_kwargs: dict[str, Any] | None = None,
+        **others: Any,
     ) -> TokenOutput:
         """Samples one completion. Between `abort_all_requests` and `resume_generation` it waits or is rejected.
 
@@ -87,7 +98,9 @@ class RolloutServer:
             prompt_ids: the prompt, followed by the tokens so far if the sample continues after an abort.
             sampling_params: vLLM's sampling parameters.
             request_id: unique among running requests.
-            others: images and other media, which must be empty.
+            image_data: the prompt's images, before the processor.
+            mm_processor_kwargs: options with which verl calls its processor.
+            others: videos and audio, which must be empty.
 
         Returns:
             Tokens, log-probabilities and, in `extra_fields`, the oldest and newest policy that sampled them.
@@ -97,7 +110,8 @@ class RolloutServer:
         """
         for name, value in others.items():
             if value:
-                raise InvalidArgument(f"{name}: rollout-server takes prompts of token ids only")
+                raise InvalidArgument(f"{name}: rollout-server takes token ids and images only")
+        images = await self._pixels(image_data or (), mm_processor_kwargs or {})
         prompt_ids = normalize_token_ids(prompt_ids)
         wanted = self._sampling(sampling_params, request_id, len(prompt_ids))
         while not self._open.is_set():
@@ -107,7 +121,7 @@ class RolloutServer:
         self._running.add(request_id)
         try:
             outputs = await self._client.generate(
-                [prompt_ids], sampling=wanted, return_text=False, request_id=request_id
+                [prompt_ids], sampling=wanted, images=[images], return_text=False, request_id=request_id
             )
         finally:
             self._running.discard(request_id)
@@ -220,6 +234,17 @@ class RolloutServer:
         except RolloutError as error:
             await asyncio.to_thread(self._process.stop)
             raise RolloutError(f"replica {settings.replica_rank}: {error}\n{log.tail()}") from None
+
+    async def _pixels(self, images: Sequence[Any], options: dict[str, Any]) -> list[Pixels]:
+        """The pixels that verl's processor makes of images when it scores the sample."""
+        if not images:
+            return []
+        if self._processor is None:
+            raise InvalidArgument(f"image_data: {self._settings.model} takes no images, or has no processor")
+        options = {**options, **options.get("images_kwargs", {})}
+        known = self._processor.image_processor.valid_kwargs.__annotations__  # others are of videos and texts
+        of_images = {name: value for name, value in options.items() if name in known}
+        return await asyncio.to_thread(processed_pixels, images, self._processor, **of_images)
 
     def _sampling(self, given: dict[str, Any], request_id: str, prompt_tokens: int) -> Any:
         if self._settings.seed is not None:

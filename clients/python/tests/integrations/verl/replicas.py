@@ -45,13 +45,13 @@ def rollout_config(binary, options=None, **settings):
     return RolloutConfig(**values | settings)
 
 
-def model_config(**settings):
-    return HFModelConfig(path=str(MODEL), **settings)
+def model_config(path=MODEL, **settings):
+    return HFModelConfig(path=str(path), **settings)
 
 
-def server_alone(config, mode=RolloutMode.HYBRID):
+def server_alone(config, mode=RolloutMode.HYBRID, path=MODEL):
     """What runs in a replica's actor, in this process."""
-    return RolloutServer(read_settings(config, model_config(), 0, 1), mode)
+    return RolloutServer(read_settings(config, model_config(path), 0, 1), mode)
 
 
 class Rollouts:
@@ -71,12 +71,12 @@ class Rollouts:
         self.pid = await self.replica.server_handle.__ray_call__.remote(lambda server: server._process.process.pid)
         self.router = get_router_handle({self.replica.server_address: self.replica.server_handle})
 
-    async def generate(self, prompt=PROMPT, sampling=None, cls=LLMServerClient, request_id="request"):
+    async def generate(self, prompt=PROMPT, sampling=None, cls=LLMServerClient, request_id="request", **media):
         """As verl's agent loops do."""
         rollout = {"name": NAME, "response_length": self.config.response_length}
         rollout["full_determinism"] = self.config.full_determinism
         client = cls(OmegaConf.create({"actor_rollout_ref": {"rollout": rollout}}), self.router)
-        return await client.generate(request_id, prompt_ids=prompt, sampling_params=dict(sampling or SAMPLING))
+        return await client.generate(request_id, prompt_ids=prompt, sampling_params=dict(sampling or SAMPLING), **media)
 
     async def generate_on(self, prompt=PROMPT, sampling=None):
         """As those do whose samples go on after an abort."""

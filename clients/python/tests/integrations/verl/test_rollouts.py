@@ -356,13 +356,12 @@ def test_errors_of_a_start_come_through_ray_and_ranks_that_there_are_not_are_ref
         in_time(Rollouts(rollout_config(binary, tensor_model_parallel_size=2), model_config()).start())
 
 
-def test_prompts_are_token_ids(rollouts):
-    async def with_an_image():
-        return await rollouts.replica.server_handle.generate.remote(
-            prompt_ids=PROMPT, sampling_params={}, request_id="r", image_data=[b"x"], video_data=None
-        )
-
-    with pytest.raises(InvalidArgument, match="image_data: rollout-server takes prompts of token ids only"):
-        in_time(with_an_image())
+def test_other_media_and_unknown_parameters_are_refused(rollouts):
+    for media, message in [
+        ({"video_data": [b"x"]}, "video_data: rollout-server takes token ids and images only"),
+        ({"image_data": [b"x"]}, "image_data: .*qwen2 takes no images, or has no processor"),
+    ]:
+        with pytest.raises(InvalidArgument, match=message):
+            in_time(rollouts.generate(**media))
     with pytest.raises(InvalidArgument, match="no such parameter"):
         in_time(rollouts.generate(sampling={"best_of": 2}))

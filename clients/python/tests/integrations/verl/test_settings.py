@@ -27,6 +27,7 @@ def test_what_verl_says_becomes_flags_and_options_become_further_ones():
     )
     assert found.model == str(MODEL) and found.address is None
     assert command_line(settings(max_model_len=99).flags)[-2:] == ["--max-model-len", "99"]
+    assert command_line(settings(limit_images=3).flags)[-2:] == ["--limit-mm-per-prompt", "image=3"]
     assert "--mem-util 0.1 " in " ".join(command_line(settings({"mem_util": 0.1}).flags)), "an option wins"
 
 
