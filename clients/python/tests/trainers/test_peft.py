@@ -8,6 +8,7 @@ import torch
 import transformers
 
 from rollout_client import checksum_of
+from rollout_client._served_names import served_parameters
 from serving import FIXTURES, server
 
 ATTENTION = ["q_proj", "v_proj"]
@@ -36,12 +37,17 @@ CASES = {
     ),
     "embeddings": ("llama", torch.float32, {"r": 4, "target_modules": ["embed_tokens", "q_proj"]}),
     "biases": ("qwen2", torch.float32, {"r": 4, "target_modules": ATTENTION, "bias": "lora_only"}),
+    "all linear, tower and decoder": ("qwen2_5_vl", torch.float32, {"r": 4, "target_modules": "all-linear"}),
+    "tower alone": ("qwen2_5_vl", torch.bfloat16, {"r": 2, "target_modules": ["qkv", "merger.mlp.0"]}),
 }
+# Of the class that AutoModelForCausalLM does not make.
+VISION = {"qwen2_5_vl": transformers.Qwen2_5_VLForConditionalGeneration}
 
 
 def adapted(base, adapter_dtype, config, dtype, seed):
     """A model with adapters of random values; PEFT's own start is the base itself."""
-    model = transformers.AutoModelForCausalLM.from_pretrained(FIXTURES / base, dtype=dtype)
+    kind = VISION.get(base, transformers.AutoModelForCausalLM)
+    model = kind.from_pretrained(FIXTURES / base, dtype=dtype)
     model = peft.get_peft_model(model, peft.LoraConfig(lora_alpha=12, task_type="CAUSAL_LM", **config))
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
@@ -76,7 +82,8 @@ def test_a_pushed_model_serves_what_peft_merges(binary, name, dtype):
         before = client.checksum()
         result = client.push_lora(model)
         found, state = client.checksum(), merged_state(model)
-        assert found == {parameter: checksum_of(state[parameter], dtype) for parameter in before}
+        served = dict(part for name, tensor in state.items() for part in served_parameters(name, tensor))
+        assert found == {parameter: checksum_of(served[parameter], dtype) for parameter in before}
         changed = sum(found[parameter] != before[parameter] for parameter in before)
         assert 0 < changed <= result.parameters
         client.push_full(state)
