@@ -13,7 +13,7 @@ use std::sync::mpsc::{Receiver, channel};
 use std::time::Duration;
 
 use clap::Parser;
-pub use machine::{fixture, kernels, path_of};
+pub use machine::{fixture, kernels, orders, path_of, rounds_activations};
 use rollout_server::config::Config;
 use rollout_server::engine::{
     Activity, AdapterTarget, CancelFlag, Command, Completion, DrainMode, EngineHandle, EngineStatus, Event,

@@ -4,7 +4,7 @@
 use rollout_server::types::{SamplingParams, TokenId};
 use safetensors::SafeTensors;
 
-use crate::common::{Engine, Request, fixture, kernels};
+use crate::common::{Engine, Request, fixture, kernels, orders};
 
 const ARCHITECTURES: [&str; 5] = ["llama", "llama-tied", "qwen2", "qwen3", "mistral"];
 
@@ -119,7 +119,7 @@ fn bfloat16_is_no_farther_from_float32_than_transformers_bfloat16() {
         let many = Many::read(model);
         assert!(many.float32.len() >= 20_000, "{} positions are too few", many.float32.len());
         let theirs = distance(&many.bfloat16, &many.float32);
-        for kernel in kernels() {
+        for kernel in orders() {
             let engine = Engine::start(model, &["--dtype", "bfloat16", "--kernel", kernel]);
             let ours = distance(&score(&engine, &many.sequences), &many.float32);
             println!("{model} on {kernel}: {ours:.5?}, transformers' {theirs:.5?}");

@@ -4,7 +4,7 @@
 use rollout_server::types::{FinishReason, SamplingParams, TokenId};
 use std::time::Duration;
 
-use crate::common::{Engine, Push, Reply, Request, kernels, random_prompts, random_weights};
+use crate::common::{Engine, Push, Reply, Request, orders, random_prompts, random_weights};
 
 const VOCAB: u32 = 512;
 const SEED: u64 = 42;
@@ -80,7 +80,7 @@ fn accepted(engine: &Engine) -> u64 {
 
 #[test]
 fn with_drafts_is_without() {
-    for kernel in kernels() {
+    for kernel in orders() {
         for (model, flags) in [
             ("llama", &[][..]),
             ("qwen3", &["--tp", "2"]),
