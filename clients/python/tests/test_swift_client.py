@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from fake_server import completion, summary
-from models import checksums, merged, perturbed, random_adapter, read_model
+from models import checksums, in_memory, merged, perturbed, random_adapter, read_model
 from rollout_client import (
     Aborted,
     FailedPrecondition,
@@ -18,6 +18,7 @@ from rollout_client import (
     InvalidArgument,
     Lifecycle,
     Misdirected,
+    Pixels,
     RolloutError,
     SamplingParams,
     ServerProcess,
@@ -27,7 +28,7 @@ from rollout_client import (
 )
 from rollout_client.process import free_port
 from rollout_client.swift import RolloutVLLMClient
-from serving import PUSH_MODEL, SMALL_CACHE, no_room, server, wait_for
+from serving import FIXTURES, PUSH_MODEL, SMALL_CACHE, no_room, server, wait_for
 
 FLOAT32 = ["--dtype", "float32"]
 CONFIG = {"max_tokens": 8, "temperature": 0.9, "top_k": -1, "top_p": 1.0, "min_p": None, "stop": [], "n": 1}
@@ -39,12 +40,17 @@ class Encoder:
     stop_token_ids = ()
 
     def encode(self, request):
-        return SimpleNamespace(request_id=request["uuid"], prompt=request["messages"], template_inputs=None)
+        return SimpleNamespace(
+            request_id=request["uuid"],
+            prompt=request["messages"],
+            images=request.get("images", ()),
+            template_inputs=None,
+        )
 
     def stops(self, words):
         return list(words), list(self.stop_token_ids)
 
-    def output(self, request, sample):
+    def output(self, request, prompt_token_ids, sample):
         return request.request_id, sample
 
 
@@ -84,6 +90,13 @@ def synchronise(client, tensors):
 
 def requests(prompts):
     return [{"messages": list(prompt), "uuid": f"chatcmpl-{i}"} for i, prompt in enumerate(prompts)]
+
+
+@pytest.fixture(scope="module")
+def vision(binary):
+    """A float32 server of a model that takes images."""
+    with ServerProcess(binary, FIXTURES / "qwen2_5_vl", [*SMALL_CACHE, "--mem-util", "0.2", *FLOAT32]) as process:
+        yield process
 
 
 @pytest.fixture(scope="module")
@@ -176,6 +189,14 @@ def test_another_base_below_an_adapter_is_an_error_that_says_what_to_do(pair, rn
     assert first.client.checksum() == second.client.checksum() == expected
 
 
+def test_the_base_of_a_vision_language_model_is_compared_by_its_names_in_memory(vision):
+    client, state = connected(vision), read_model(FIXTURES / "qwen2_5_vl", np.float32)
+    synchronise(client, in_memory(state))
+    state["visual.blocks.1.attn.qkv.bias"][-1] += 1
+    with pytest.raises(FailedPrecondition, match=r"1 parameters differ, first visual\.blocks\.1\.attn\.v_proj\.bias"):
+        synchronise(client, in_memory(state))
+
+
 def test_a_base_of_which_the_server_knows_no_name_is_not_taken_for_compared(pair):
     first, _, base = pair
     with pytest.raises(
@@ -228,6 +249,17 @@ def test_equal_requests_are_no_clones(pair, prompts):
     assert len({tuple(sample.token_ids) for _, sample in answers[:6]}) == 6
     again = [tuple(s.token_ids) for _, s in connected(first).infer(requests(prompts), CONFIG | {"seed": 5})]
     assert again == [tuple(s.token_ids) for _, s in connected(first).infer(requests(prompts), CONFIG | {"seed": 5})]
+
+
+def test_requests_that_differ_by_their_images_are_other_prompts(vision, rng):
+    client = connected(vision)
+    pictures = [Pixels.of(rng.integers(0, 256, (28, 56, 3), dtype=np.uint8)) for _ in range(2)]
+    sent = [{"images": [picture], **request} for picture in pictures for request in requests([[5, 514, 6]] * 2)]
+    answers = client.infer(sent, CONFIG)
+    for picture, pair_of_answers in zip(pictures, (answers[:2], answers[2:]), strict=True):
+        for _, sample in pair_of_answers:
+            score = vision.client.score([[5, 514, 514, 6, *sample.token_ids]], images=[[picture]])[0]
+            assert np.array_equal(np.float32(score.raw_logprobs[4:]), sample.raw_logprobs)
 
 
 def test_every_field_of_a_request_is_used_or_refused(pair):

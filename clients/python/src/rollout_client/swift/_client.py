@@ -22,6 +22,7 @@ from ..errors import (
     Unauthenticated,
     Unavailable,
 )
+from ..images import Pixels
 from ..types import FinishReason, Lifecycle, MemoryTag, Sample, SamplingParams
 from ._pushes import BaseCheck, FullPush, adapter_tensors, in_all, parameter_name, pushes_base, unflattened
 
@@ -29,6 +30,10 @@ if TYPE_CHECKING:
     from ._encoder import TemplateEncoder
 
 _T = TypeVar("_T")
+_Prompt = tuple[tuple[int, ...], tuple[Pixels, ...]]
+"""Token ids and images."""
+_Sampled = tuple[list[int], Sample]
+"""The prompt's token ids with all placeholders, and a sample."""
 
 _POLL_SECONDS = 0.5
 _CALL_SECONDS = 5.0
@@ -120,10 +125,10 @@ class RolloutVLLMClient:
         """Does nothing: a new policy never uses an older one's prefixes."""
 
     def reset_encoder_cache(self) -> None:
-        """Does nothing: the server has no encoder cache."""
+        """Does nothing: a push drops the embeddings of images, unless it leaves the vision tower as it is."""
 
     def reset_mm_cache(self) -> None:
-        """Does nothing: the server has no multi-modal cache."""
+        """Does nothing: the server keeps no processed images."""
 
     def update_named_param(self, name: str, weights: Any) -> None:
         """Takes one tensor of a policy; `process_weights_after_loading` commits the push."""
@@ -187,11 +192,11 @@ class RolloutVLLMClient:
         sampling = self._sampling(request_config)
         self._wake()
         encoded = [self.encoder.encode(request) for request in infer_requests]
-        groups: dict[tuple[int, ...], list[int]] = {}
+        groups: dict[_Prompt, list[int]] = {}
         for index, request in enumerate(encoded):
-            groups.setdefault(tuple(request.prompt), []).append(index)
+            groups.setdefault((tuple(request.prompt), tuple(request.images)), []).append(index)
         samples = self._generate(list(groups.items()), sampling)
-        return [self.encoder.output(request, samples[index]) for index, request in enumerate(encoded)]
+        return [self.encoder.output(request, *samples[index]) for index, request in enumerate(encoded)]
 
     def sleep(self, level: int) -> None:
         """Puts the servers to sleep until the next push or request."""
@@ -237,12 +242,12 @@ class RolloutVLLMClient:
             structured_outputs=None if regex is None else {"regex": regex},
         )
 
-    def _generate(self, groups: Sequence[tuple[tuple[int, ...], list[int]]], sampling: SamplingParams) -> list[Sample]:
-        """Samples by the request's index; a group of equal prompts goes to one server."""
+    def _generate(self, groups: Sequence[tuple[_Prompt, list[int]]], sampling: SamplingParams) -> list[_Sampled]:
+        """Prompts and samples by the request's index; a group of equal prompts goes to one server."""
         share = -(-len(groups) // len(self._clients))
         parts = [groups[start : start + share] for start in range(0, len(groups), share)]
         work = [(client, part) for client, part in zip(self._clients, parts, strict=False)]
-        samples: dict[int, Sample] = {}
+        samples: dict[int, _Sampled] = {}
         for found in in_all(lambda item: _samples(*item, sampling), work):
             samples.update(found)
         return [samples[index] for index in range(len(samples))]
@@ -252,20 +257,19 @@ class RolloutVLLMClient:
 
 
 def _samples(
-    client: RolloutClient, groups: Sequence[tuple[tuple[int, ...], list[int]]], sampling: SamplingParams
-) -> dict[int, Sample]:
-    """Samples of one server by the request's index."""
+    client: RolloutClient, groups: Sequence[tuple[_Prompt, list[int]]], sampling: SamplingParams
+) -> dict[int, _Sampled]:
+    """Prompts and samples of one server by the request's index."""
     if len({len(members) for _, members in groups}) > 1:
         groups = [(prompt, [index]) for prompt, members in groups for index in members]
-    outputs = client.generate(
-        [list(prompt) for prompt, _ in groups], n=len(groups[0][1]), sampling=sampling, return_text=False
-    )
-    samples: dict[int, Sample] = {}
+    prompts, images = [list(tokens) for (tokens, _), _ in groups], [pixels for (_, pixels), _ in groups]
+    outputs = client.generate(prompts, len(groups[0][1]), sampling, images=images, return_text=False)
+    samples: dict[int, _Sampled] = {}
     for (_, members), output in zip(groups, outputs, strict=True):
         for index, sample in zip(members, output.samples, strict=True):
             if sample.finish_reason is FinishReason.ABORTED:
                 raise Aborted(f"{client.address}: a sample was ended by another client or a shutdown")
-            samples[index] = sample
+            samples[index] = output.prompt_token_ids, sample
     return samples
 
 

@@ -17,17 +17,21 @@ from swift.infer_engine.protocol import (
 )
 
 from ..errors import InvalidArgument
+from ..images import Pixels
 from ..types import FinishReason, Sample
 
-_MEDIA = ("images", "audios", "videos")
+_REFUSED = ("audios", "videos")
 
 
 @dataclass(frozen=True)
 class EncodedRequest:
-    """A request whose prompt is token ids."""
+    """A request whose prompt is token ids and pixels."""
 
     request_id: str
     prompt: list[int]
+    """With one placeholder for each image."""
+    images: list[Pixels]
+    """As the template has resized them: those that the trainer scores with."""
     template_inputs: Any
     """The template's inputs from the messages, for decoding."""
 
@@ -44,19 +48,20 @@ class TemplateEncoder:
         self._engine = _Engine(template)
 
     def encode(self, request: Mapping[str, Any] | RolloutInferRequest) -> EncodedRequest:
-        """Encodes a request as token ids.
+        """Encodes a request as token ids and pixels.
 
         Raises:
-            InvalidArgument: the request has images, audio or videos.
+            InvalidArgument: the request has audio or videos.
         """
         if not isinstance(request, RolloutInferRequest):
             known = {field.name for field in fields(RolloutInferRequest)}
             request = RolloutInferRequest(**{name: value for name, value in request.items() if name in known})
         inputs = self._engine.template.encode(request, return_template_inputs=True)
-        for name in _MEDIA:
+        for name in _REFUSED:
             if getattr(request, name) or inputs.get(name):
-                raise InvalidArgument(f"{name}: rollout-server takes text only")
-        return EncodedRequest(request.uuid or "", list(inputs["input_ids"]), inputs["template_inputs"])
+                raise InvalidArgument(f"{name}: rollout-server takes text and images only")
+        images = [Pixels.of(image, f"images[{i}]") for i, image in enumerate(inputs.get("images") or ())]
+        return EncodedRequest(request.uuid or "", list(inputs["input_ids"]), images, inputs["template_inputs"])
 
     def stops(self, words: Sequence[str]) -> tuple[list[str], list[int]]:
         """Strings and token ids that end a sample, from the template and the request."""
@@ -64,8 +69,8 @@ class TemplateEncoder:
         all_words = [*words, *engine.template.template_meta.stop_words]
         return engine._get_stop_words(all_words), engine._get_stop_token_ids(all_words)
 
-    def output(self, request: EncodedRequest, sample: Sample) -> RolloutOutput:
-        """Converts a sample to the response of ms-swift's engine, with the request's id."""
+    def output(self, request: EncodedRequest, prompt_token_ids: list[int], sample: Sample) -> RolloutOutput:
+        """Converts a sample to the response of ms-swift's engine, with the request's id and the expanded prompt."""
         engine, token_ids = self._engine, sample.token_ids
         text = engine.template.decode_generate_ids(token_ids, template_inputs=request.template_inputs)
         tool_calls = engine._get_toolcall(text, template_inputs=request.template_inputs)
@@ -80,9 +85,10 @@ class TemplateEncoder:
         response = ChatCompletionResponse(
             model=engine.model_name,
             choices=[choice],
-            usage=engine._get_usage_info(len(request.prompt), len(token_ids)),
+            usage=engine._get_usage_info(len(prompt_token_ids), len(token_ids)),
             id=request.request_id,
-            prompt_token_ids=request.prompt,
+            prompt_token_ids=prompt_token_ids,
+            images_size=[(image.width, image.height) for image in request.images],
         )
         versions = [[span.weight_version, span.start, span.end] for span in sample.weight_versions]
         return RolloutOutput(response=response, rollout_infos={"weight_versions": versions})

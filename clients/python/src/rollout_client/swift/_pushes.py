@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from typing import Any, TypeVar
 
+from .._served_names import served_parameters
 from .._session import Push
 from .._tensors import ITEM_SIZES, checksum_of
 from ..client import RolloutClient
@@ -109,8 +110,11 @@ class BaseCheck:
     def write(self, name: str, tensor: Any) -> None:
         """Compares one tensor. Skips those of quantised layers, which no server could serve unchanged."""
         own = tensor[1] if isinstance(tensor, tuple) else str(tensor.dtype).removeprefix("torch.")
-        if own not in ITEM_SIZES:
-            return
+        if own in ITEM_SIZES:
+            for served_name, part in served_parameters(name, tensor):
+                self._compare(served_name, part, own)
+
+    def _compare(self, name: str, tensor: Any, own: str) -> None:
         if not any(name in served for _, _, served in self._served):
             self._unknown.append(name)
             return

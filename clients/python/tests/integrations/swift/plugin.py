@@ -14,6 +14,7 @@ import torch
 from swift.rewards import ORM, orms
 from swift.rlhf_trainers import GRPOTrainer
 from swift.rollout import MultiTurnScheduler, multi_turns
+from swift.template.templates.qwen import Qwen2VLTemplate
 
 from rollout_client import RolloutClient, checksum_of
 
@@ -74,6 +75,8 @@ def recorded(original):
     return compute
 
 
+# The template knows this token by its number in the vocabulary of Qwen2.5-VL, which is larger than the tiny model's.
+Qwen2VLTemplate.image_token_id = 514
 orms["codes"] = Codes
 multi_turns["again"] = Again
 GRPOTrainer._compute_rollout_offpolicy_metrics = recorded(GRPOTrainer._compute_rollout_offpolicy_metrics)

@@ -13,9 +13,11 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import pytest
+from PIL import Image
 
-from models import perturbed, read_model, write_model
+from models import perturbed, read_model, write_model, write_vision_model
 from rollout_client import Lifecycle, ServerProcess
 from rollout_client.process import free_port
 from serving import PUSH_MODEL, SMALL_CACHE
@@ -109,12 +111,12 @@ def train(binary, tmp_path):
     """Runs a training to its end: `train(*arguments, servers=1, model=…, served=…)`."""
     with ExitStack() as running:
 
-        def run(*arguments, servers=1, model=PUSH_MODEL, served=None, **environment):
+        def run(*arguments, servers=1, model=PUSH_MODEL, served=None, images=(), **environment):
             flags = [*SMALL_CACHE, "--mem-util", "0.2", "--dtype", "float32"]
             processes = [running.enter_context(ServerProcess(binary, served or model, flags)) for _ in range(servers)]
             record, output = tmp_path / "record", tmp_path / "output"
             result = subprocess.run(
-                command(tmp_path, output, model, [process.address for process in processes], arguments),
+                command(output, write_dataset(tmp_path, images), model, processes, arguments),
                 env={
                     **{name: value for name, value in os.environ.items() if not name.startswith("ROLLOUT_")},
                     **{"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
@@ -142,12 +144,18 @@ def lines(path):
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def command(directory, output, model, addresses, arguments):
+def write_dataset(directory, images):
+    """Prompts; with images, ones that differ by them alone."""
+    rows = [{"messages": [{"role": "user", "content": "what is it"}], "images": [str(path)]} for path in images]
+    rows = rows or [{"messages": [{"role": "user", "content": f"how many are {i} and {i + 1}"}]} for i in range(16)]
+    path = directory / "dataset.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def command(output, dataset, model, servers, arguments):
     """The command line that a user would type."""
-    dataset = directory / "dataset.jsonl"
-    prompts = [f"how many are {i} and {i + 1}" for i in range(16)]
-    dataset.write_text("".join(json.dumps({"messages": [{"role": "user", "content": p}]}) + "\n" for p in prompts))
-    hosts, ports = zip(*(address.split(":") for address in addresses), strict=True)
+    hosts, ports = zip(*(server.address.split(":") for server in servers), strict=True)
     return [
         *(sys.executable, "-m", "rollout_client.swift", "rlhf", "--model", str(model), "--dataset", str(dataset)),
         *("--output_dir", str(output), "--vllm_server_host", *hosts, "--vllm_server_port", *ports),
@@ -205,3 +213,14 @@ def test_an_adapter_that_changes_the_base_is_merged_by_the_trainer(train):
     training.assert_on_policy()
     (client,) = training.clients
     assert client.status().updates == STEPS
+
+
+def test_images(train, tmp_path, rng):
+    """Of a size that the template resizes, so that it differs from the files'."""
+    paths = [tmp_path / f"{i}.png" for i in range(16)]
+    for path in paths:
+        Image.fromarray(rng.integers(0, 256, (75, 100, 3), dtype=np.uint8)).save(path)
+    kind = ["--model_type", "qwen2_5_vl", "--template", "qwen2_5_vl"]
+    training = train(*LORA, *kind, model=write_vision_model(tmp_path / "vision"), images=paths)
+    training.assert_on_policy()
+    training.assert_base_untouched()
