@@ -54,7 +54,7 @@ def test_log_probabilities_are_those_of_the_processors_pixels(binary, model, rng
     async def sampled():
         await server.launch_server()
         try:
-            with pytest.raises(InvalidArgument, match="images: 4 images are more than 2"):
+            with pytest.raises(InvalidArgument, match=r"images\[2\].pixels: 4 images are more than 2"):
                 await server.generate([5], {}, "many", image_data=images * 2)
             with pytest.raises(InvalidArgument, match="video_data: rollout-server takes token ids and images only"):
                 await server.generate([5], {}, "video", video_data=images)
