@@ -92,6 +92,7 @@ STEPS = [
     Step("sums of ranks by NCCL", "equalities", ("group::",), devices=4),
     Step("ranks on several cards", "engines", ("ranks::",), devices=4),
     Step("whole engines", "engines", ("engines::",)),
+    Step("whole engines with images", "engines", ("images::",)),
     Step("whole engines by FlashAttention", "engines", ("flash::",), is_optional=True),
     Step("whole engines by graphs", "engines", ("graphs::",)),
     Step("memory of whole engines", "engines", ("memory::",)),

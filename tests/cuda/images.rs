@@ -1,11 +1,11 @@
 //! Prompts with images on a CUDA device: log-probabilities against transformers, and the same bits in chunks, from the
-//! cache, in captured graphs and on two ranks.
+//! cache and in captured graphs. Those of several ranks are in `ranks`.
 
 use rollout_server::types::{SamplingParams, TokenId};
 
 use crate::common::images::{Case, Reference, with_images};
 use crate::common::{Engine, Request};
-use crate::own_driver;
+use crate::share_driver;
 
 const MODEL: &str = "qwen2_5_vl";
 /// Largest difference per token in float32 that the numerics contract allows.
@@ -14,18 +14,24 @@ const SEED: u64 = 21;
 /// One token, and two images of several windows.
 const CASES: [usize; 2] = [0, 2];
 
-fn start(flags: &[&str]) -> Engine {
+pub fn start(flags: &[&str]) -> Engine {
     Engine::start(MODEL, &[&["--device", "cuda", "--limit-mm-per-prompt", "image=3"], flags].concat())
 }
 
-fn score(engine: &Engine, cases: &[Case]) -> Vec<Vec<f32>> {
+/// Prompts of the fixture with their images.
+pub fn cases() -> [Case; 2] {
+    let reference = Reference::read(MODEL);
+    CASES.map(|index| reference.cases[index].case.clone())
+}
+
+pub fn score(engine: &Engine, cases: &[Case]) -> Vec<Vec<f32>> {
     let reply = engine.generate(with_images(Request::score, cases));
     assert!(reply.error.is_none(), "{:?}", reply.error);
     reply.prompt_logprobs.iter().map(|(_, tokens)| tokens.iter().map(|token| token.raw).collect()).collect()
 }
 
 /// For each sample, its tokens and the bits of both log-probabilities.
-fn sample(engine: &Engine, cases: &[Case]) -> Vec<Vec<(TokenId, u32, u32)>> {
+pub fn sample(engine: &Engine, cases: &[Case]) -> Vec<Vec<(TokenId, u32, u32)>> {
     let params = SamplingParams { max_tokens: 5, temperature: 0.8, top_p: 0.9, ..Default::default() };
     let request = |prompts| Request::generate(prompts, 2, SEED, 0).params(params.clone());
     let reply = engine.generate(with_images(request, cases));
@@ -34,31 +40,26 @@ fn sample(engine: &Engine, cases: &[Case]) -> Vec<Vec<(TokenId, u32, u32)>> {
 }
 
 #[test]
-fn float32_is_transformers_float32_on_one_rank_and_two() {
-    let _own = own_driver();
+fn float32_is_transformers_float32() {
+    let _shared = share_driver();
     let reference = Reference::read(MODEL);
-    let cases = CASES.map(|index| reference.cases[index].case.clone());
-    for tp in ["1", "2"] {
-        let found = score(&start(&["--dtype", "float32", "--tp", tp]), &cases);
-        for (index, ours) in CASES.into_iter().zip(&found) {
-            let expected = &reference.cases[index].float32;
-            assert_eq!(ours.len(), expected.len());
-            let apart = ours.iter().zip(expected).map(|(a, b)| (a - b).abs()).fold(0.0, f32::max);
-            println!("case {index}, tp {tp}: largest difference {apart:e}");
-            assert!(apart < TOLERANCE, "case {index}, tp {tp}: {apart:e}");
-        }
+    let found = score(&start(&["--dtype", "float32"]), &cases());
+    for (index, ours) in CASES.into_iter().zip(&found) {
+        let expected = &reference.cases[index].float32;
+        assert_eq!(ours.len(), expected.len());
+        let apart = ours.iter().zip(expected).map(|(a, b)| (a - b).abs()).fold(0.0, f32::max);
+        println!("case {index}: largest difference {apart:e}");
+        assert!(apart < TOLERANCE, "case {index}: {apart:e}");
     }
 }
 
 #[test]
-fn a_prompt_with_images_has_the_same_bits_in_chunks_cached_in_graphs_and_on_two_ranks() {
-    let _own = own_driver();
-    let reference = Reference::read(MODEL);
-    let cases = CASES.map(|index| reference.cases[index].case.clone());
-    let engine = start(&["--dtype", "bfloat16", "--graphs", "off"]);
+fn a_prompt_with_images_has_the_same_bits_in_chunks_cached_and_in_graphs() {
+    let _shared = share_driver();
+    let (engine, cases) = (start(&["--dtype", "bfloat16", "--graphs", "off"]), cases());
     let (scored, sampled) = (score(&engine, &cases), sample(&engine, &cases));
     assert_eq!(sample(&engine, &cases), sampled, "from the prefix cache");
-    for flags in [&["--graphs", "on"][..], &["--graphs", "off", "--max-batch-tokens", "11"], &["--tp", "2"]] {
+    for flags in [&["--graphs", "on"][..], &["--graphs", "off", "--max-batch-tokens", "11"]] {
         let other = start(&[&["--dtype", "bfloat16"], flags].concat());
         assert_eq!(score(&other, &cases), scored, "{flags:?}: scored");
         assert_eq!(sample(&other, &cases), sampled, "{flags:?}: sampled");

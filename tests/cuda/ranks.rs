@@ -8,7 +8,7 @@ use rollout_server::engine::{AdapterTarget, DrainMode, LifecycleStatus, SleepLev
 use rollout_server::types::{SamplingParams, TokenId};
 
 use crate::common::{Engine, Push, Request, random_prompts, random_weights};
-use crate::own_driver;
+use crate::{images, own_driver};
 
 /// Longest wait for a process that ends when a rank dies; a longer one is a hang.
 const PATIENCE: Duration = Duration::from_secs(120);
@@ -47,6 +47,17 @@ fn results_have_the_same_bits_on_any_number_of_ranks() {
         }
         let chunked = start(model, 2, &["--dtype", dtype, "--max-batch-tokens", "7"]);
         assert_eq!(sampled(&chunked, None), expected, "{model} {dtype} --tp 2: in chunks");
+    }
+}
+
+#[test]
+fn prompts_with_images_have_the_bits_of_one_rank_on_two() {
+    let _own = own_driver();
+    let cases = images::cases();
+    for dtype in ["float32", "bfloat16"] {
+        let [one, two] = ["1", "2"].map(|tp| images::start(&["--dtype", dtype, "--tp", tp]));
+        assert_eq!(images::score(&two, &cases), images::score(&one, &cases), "{dtype}: scored");
+        assert_eq!(images::sample(&two, &cases), images::sample(&one, &cases), "{dtype}: sampled");
     }
 }
 

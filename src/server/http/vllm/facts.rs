@@ -118,10 +118,7 @@ fn config(context: &ServingContext) -> Value {
         (info.max_adapters > 0).then(|| json!({ "max_lora_rank": info.max_lora_rank, "max_loras": info.max_adapters }));
     // Null on devices to which no trainer can broadcast weights; pushes use gRPC, shared memory or files there.
     let weight_transfer = context.trainers.library().map(|backend| json!({ "backend": backend }));
-    // Null for a model of text alone.
-    let images = context.model.images.as_ref();
-    let images = images.map(|images| json!({ "limit_per_prompt": { "image": images.most_per_prompt } }));
-    json!({
+    let mut config = json!({
         "model_config": {
             "model": context.model.root,
             "dtype": format!("torch.{}", info.dtype),
@@ -130,7 +127,6 @@ fn config(context: &ServingContext) -> Value {
             "max_model_len": context.model.max_model_len,
             "served_model_name": info.model,
             "enable_sleep_mode": true,
-            "multimodal_config": images,
         },
         "lora_config": lora,
         "parallel_config": {
@@ -145,5 +141,10 @@ fn config(context: &ServingContext) -> Value {
             "max_num_seqs": info.max_num_seqs,
             "max_num_batched_tokens": info.max_batch_tokens,
         },
-    })
+    });
+    if let Some(images) = &context.model.images {
+        config["model_config"]["multimodal_config"] =
+            json!({ "limit_per_prompt": { "image": images.most_per_prompt } });
+    }
+    config
 }
