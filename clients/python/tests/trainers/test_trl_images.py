@@ -80,7 +80,7 @@ def questions(*sizes):
 
 @pytest.mark.parametrize("peft_config", [lora(), None], ids=["LoRA", "full"])
 def test_grpo(server, model, tmp_path, peft_config):
-    settings = config(GRPOConfig, server, tmp_path, learning_rate=RATE, learning_rate=5e-3)
+    settings = config(GRPOConfig, server, tmp_path, learning_rate=RATE)
     trainer = GRPOTrainer(model, length_reward, settings, questions((100, 75), (60, 90)), peft_config=peft_config)
     trainer.train()
     assert_on_policy(trainer)
