@@ -29,8 +29,8 @@ pub fn rounds_activations(kernel: &str) -> bool {
     ["avx512_bf16", "amx"].contains(&kernel)
 }
 
-/// Instruction sets on which results are checked, the fastest first: all that this processor has, and by emulation those that it lacks
-/// whose results differ from the others'.
+/// Instruction sets on which results are checked, the fastest first: all that this processor has, and by emulation
+/// those that it lacks whose results differ from the others'.
 pub fn kernels() -> Vec<&'static str> {
     let mut names: Vec<_> = Isa::available().into_iter().map(Isa::name).collect();
     for (kernel, emulated) in [("avx512_bf16", "avx512_bf16_emulated"), ("amx", "amx_emulated")] {
