@@ -135,6 +135,21 @@ def merged(base, tensors, config):
     return changed
 
 
+IN_MEMORY = {"model.": "model.language_model.", "visual.": "model.visual.", "lm_head.": "lm_head."}
+OF_VLLM = {"model.": "language_model.model.", "visual.": "visual.", "lm_head.": "language_model.lm_head."}
+"""Beginnings of the names of a Qwen2.5-VL, as a trainer has them in memory and as vLLM has them."""
+
+
+def renamed(prefixes, state):
+    """Tensors, or other values by name, under names with other beginnings."""
+
+    def of(name):
+        prefix = next(prefix for prefix in prefixes if name.startswith(prefix))
+        return prefixes[prefix] + name.removeprefix(prefix)
+
+    return {of(name): value for name, value in state.items()}
+
+
 def write_vision_model(directory):
     """A Qwen2.5-VL that, like a trained one, hardly ever draws a placeholder.
 

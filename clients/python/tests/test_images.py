@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import rollout_client.client
-from models import DTYPES, read_model, read_safetensors
+from models import DTYPES, IN_MEMORY, OF_VLLM, read_model, read_safetensors, renamed
 from rollout_client import InvalidArgument, Pixels, SamplingParams, _parts, processed_pixels
 from rollout_client.cli import main
 from rollout_client.replay import Recorder, RecordingClient, read_receipts, replay
@@ -267,19 +267,6 @@ def test_a_text_model_rejects_images(pytestconfig, rng):
         pytest.raises(InvalidArgument, match="this model takes no images"),
     ):
         text_model.generate([[1]], images=[[picture(rng)]], return_text=False)
-
-
-IN_MEMORY = {"model.": "model.language_model.", "visual.": "model.visual.", "lm_head.": "lm_head."}
-OF_VLLM = {"model.": "language_model.model.", "visual.": "visual.", "lm_head.": "language_model.lm_head."}
-"""Beginnings of names, as a trainer has the parameters in memory and as vLLM has them."""
-
-
-def renamed(prefixes, state):
-    def of(name):
-        prefix = next(prefix for prefix in prefixes if name.startswith(prefix))
-        return prefixes[prefix] + name.removeprefix(prefix)
-
-    return {of(name): value for name, value in state.items()}
 
 
 @pytest.mark.parametrize("prefixes", [IN_MEMORY, OF_VLLM])

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from fake_server import completion, summary
-from models import checksums, in_memory, merged, perturbed, random_adapter, read_model
+from models import IN_MEMORY, checksums, merged, perturbed, random_adapter, read_model, renamed
 from rollout_client import (
     Aborted,
     FailedPrecondition,
@@ -191,10 +191,10 @@ def test_another_base_below_an_adapter_is_an_error_that_says_what_to_do(pair, rn
 
 def test_the_base_of_a_vision_language_model_is_compared_by_its_names_in_memory(vision):
     client, state = connected(vision), read_model(FIXTURES / "qwen2_5_vl", np.float32)
-    synchronise(client, in_memory(state))
+    synchronise(client, renamed(IN_MEMORY, state))
     state["visual.blocks.1.attn.qkv.bias"][-1] += 1
     with pytest.raises(FailedPrecondition, match=r"1 parameters differ, first visual\.blocks\.1\.attn\.v_proj\.bias"):
-        synchronise(client, in_memory(state))
+        synchronise(client, renamed(IN_MEMORY, state))
 
 
 def test_a_base_of_which_the_server_knows_no_name_is_not_taken_for_compared(pair):
