@@ -28,7 +28,7 @@ TRAINER_TESTS := clients/python/tests/trainers
 # Trainers that pin other versions of what the rest uses: each has .venv-NAME, with its own pins.
 INTEGRATIONS := clients/python/tests/integrations
 INTEGRATED := swift verl
-# What `make train` trains: tiny or tiny-vlm, made on the spot, or smollm2. All as checkpoints with a tokenizer.
+# Models of `make train`: tiny and tiny-vlm are created on the spot. All are checkpoints with a tokenizer.
 MODEL := tiny
 TRAINED_tiny := $(MODELS)/tiny
 TRAINED_tiny-vlm := $(MODELS)/tiny-vlm

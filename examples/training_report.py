@@ -12,7 +12,7 @@ import matplotlib.pyplot as plt
 # In the order in which a step does them; colours that the colour-blind can tell apart.
 PARTS = {"wake": "#e69f00", "push": "#d55e00", "generate": "#0072b2", "sleep": "#cc79a7", "train": "#8da0a8"}
 
-# Of the exams, in their order.
+# Each exam takes the next colour.
 EXAM_COLOURS = ("#009e73", "#d55e00")
 
 

@@ -63,7 +63,7 @@ pub(super) struct EngineCore<X: Executor> {
 #[derive(Clone, Copy, Debug)]
 pub(super) struct AwakeBytes {
     pub weights: u64,
-    /// Of each entry of [`MemoryUse::WITH_KV_CACHE`].
+    /// Bytes of each entry of [`MemoryUse::WITH_KV_CACHE`], in its order.
     pub cache: [u64; MemoryUse::WITH_KV_CACHE.len()],
 }
 

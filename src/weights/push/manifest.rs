@@ -281,7 +281,7 @@ impl Manifest {
     /// none.
     ///
     /// # Errors
-    /// As for [`Self::digest`].
+    /// `InvalidArgument` naming a tensor that is not whole.
     pub fn tower_digest(&self) -> Result<Option<Digest>> {
         let of_tower = |tensor: &PushedTensor| tensor.mapping.parts.iter().any(|part| is_of_tower(&part.parameter));
         let names: HashMap<&str, Dtype> =

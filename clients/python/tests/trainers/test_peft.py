@@ -40,7 +40,7 @@ CASES = {
     "all linear, tower and decoder": ("qwen2_5_vl", torch.float32, {"r": 4, "target_modules": "all-linear"}),
     "tower alone": ("qwen2_5_vl", torch.bfloat16, {"r": 2, "target_modules": ["qkv", "merger.mlp.0"]}),
 }
-# Of the class that AutoModelForCausalLM does not make.
+# AutoModelForCausalLM does not know these models' class.
 VISION = {"qwen2_5_vl": transformers.Qwen2_5_VLForConditionalGeneration}
 
 

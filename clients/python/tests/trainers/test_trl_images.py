@@ -26,7 +26,7 @@ from serving import SMALL_CACHE, assert_idle
 IMAGE_TOKEN = 514
 RATE = 1e-3
 """With larger steps the policy may learn to write placeholders, which the server leaves out of the distribution."""
-# With tools, which the template of Qwen2.5-VL has not; both write images in the same way.
+# This template supports tools, unlike that of Qwen2.5-VL. Both write images in the same way.
 TOOL_TEMPLATE = Path(trl.__file__).with_name("chat_templates").joinpath("qwen3_vl.jinja").read_text()
 CALL = r'<tool_call>\n\{"name": "look", "arguments": \{"number": [1-9]\}\}\n</tool_call>'
 
