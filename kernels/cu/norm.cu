@@ -1,5 +1,5 @@
-// RMS normalisation. A sum of squares has one order for each width: the threads of a group take every so many values,
-// and their sums meet in a butterfly.
+// Normalisation of rows. A sum has one order for each width: the threads of a group take every so many values, and
+// their sums meet in a butterfly.
 
 #include <stdint.h>
 
@@ -16,7 +16,7 @@ __device__ float warp_sum(float x) {
     return x;
 }
 
-// The sum over a block of ROW_THREADS, in every thread. Called once by a kernel.
+// The sum over a block of ROW_THREADS, in every thread. Two calls have a barrier between them.
 __device__ float row_sum(float x) {
     __shared__ float sums[ROW_THREADS / WARP];
     x = warp_sum(x);
@@ -70,4 +70,22 @@ extern "C" __global__ void rms_norm_heads(float *x, int64_t x_stride, const floa
     for (int i = lane; i < head_dim; i += WARP) squares = fmaf(head[i], head[i], squares);
     float factor = inverse_rms(warp_sum(squares), head_dim, eps);
     for (int i = lane; i < head_dim; i += WARP) head[i] = head[i] * factor * weight[i];
+}
+
+// out = (x - mean(x)) / sqrt(variance(x) + eps) * weight + bias. One block for each row.
+extern "C" __global__ void layer_norm(const float *x, int64_t x_stride, const float *weight, const float *bias,
+                                      float eps, float *out, int64_t out_stride, int width) {
+    const float *from = x + blockIdx.x * x_stride;
+    float *to = out + blockIdx.x * out_stride;
+    float sum = 0.0f;
+    for (int i = threadIdx.x; i < width; i += ROW_THREADS) sum += from[i];
+    float mean = row_sum(sum) / width;
+    __syncthreads();
+    float squares = 0.0f;
+    for (int i = threadIdx.x; i < width; i += ROW_THREADS) {
+        float apart = from[i] - mean;
+        squares = fmaf(apart, apart, squares);
+    }
+    float factor = inverse_rms(row_sum(squares), width, eps);
+    for (int i = threadIdx.x; i < width; i += ROW_THREADS) to[i] = fmaf((from[i] - mean) * factor, weight[i], bias[i]);
 }

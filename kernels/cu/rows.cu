@@ -61,3 +61,11 @@ extern "C" __global__ void add_rows(const float *x, int64_t x_stride, const uint
 extern "C" __global__ void add(const float *x, int64_t x_stride, float *out, int64_t out_stride, int width) {
     add_row(x + blockIdx.x * x_stride, out + blockIdx.x * out_stride, width);
 }
+
+// out += scale * x, with a factor for each column.
+extern "C" __global__ void add_scaled(const float *x, int64_t x_stride, const float *scale, float *out,
+                                      int64_t out_stride, int width) {
+    const float *from = x + blockIdx.x * x_stride;
+    float *to = out + blockIdx.x * out_stride;
+    for (int column = threadIdx.x; column < width; column += blockDim.x) to[column] += scale[column] * from[column];
+}

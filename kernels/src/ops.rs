@@ -189,6 +189,23 @@ impl Ops {
         self.0.rms_norm_heads(x, weight, eps)
     }
 
+    /// `out = (x - mean(x)) / sqrt(variance(x) + eps) * weight + bias` by row, with the variance of all values of the
+    /// row, not of a sample.
+    ///
+    /// # Panics
+    /// If shapes do not agree.
+    pub fn layer_norm(
+        &self,
+        x: &Tensor,
+        weight: &DeviceBuffer,
+        bias: &DeviceBuffer,
+        eps: f32,
+        out: &Tensor,
+    ) -> Result<()> {
+        let _span = trace_span!("layer_norm").entered();
+        self.0.layer_norm(x, weight, bias, eps, out)
+    }
+
     /// Rotates each head of `x` (`[rows, heads * head_dim]`) in place by the positions of its row; `cos` and `sin` are
     /// `[positions, head_dim / 2]`. `axis_of` has the axis of [`StepInput::positions`] for each of the `head_dim / 2`
     /// frequencies, so that M-RoPE, the sections of which may be interleaved, and the 2-D rotation of a vision tower
@@ -293,6 +310,15 @@ impl Ops {
     pub fn add(&self, x: &Tensor, out: &Tensor) -> Result<()> {
         let _span = trace_span!("add").entered();
         self.0.add(x, out)
+    }
+
+    /// `out += scale * x`, with one factor for each column.
+    ///
+    /// # Panics
+    /// If shapes do not agree.
+    pub fn add_scaled(&self, x: &Tensor, scale: &DeviceBuffer, out: &Tensor) -> Result<()> {
+        let _span = trace_span!("add_scaled").entered();
+        self.0.add_scaled(x, scale, out)
     }
 
     /// Stores rows of `w` as `read` gives them, some at a time; rounds to nearest even where the matrix is bfloat16.

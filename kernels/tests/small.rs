@@ -99,7 +99,7 @@ impl Rank {
         self.keep(&out);
     }
 
-    /// The operators that only a vision tower has: patches of a picture, and GELU.
+    /// The operators that only a vision tower has: patches of a picture, GELU, layer norm and scaled sum.
     fn vision(&mut self) {
         let pixels: Vec<u8> = (0..4 * 5 * 3).map(|i| (i * 37 % 256) as u8).collect();
         let (mean, std, corners) = ([120.5, 3.0, 200.0], [60.0, 70.0, 80.5], [[0, 2], [1, 1]]);
@@ -108,6 +108,10 @@ impl Rank {
         self.ops.patches(&patches, &out).unwrap();
         self.keep(&out);
         self.ops.gelu(&out).unwrap();
+        self.keep(&out);
+        let (scale, normed) = (self.device.upload(&values(54)).unwrap(), self.zeros(2, 54));
+        self.ops.layer_norm(&out, &scale, &scale, 1e-6, &normed).unwrap();
+        self.ops.add_scaled(&normed, &scale, &out).unwrap();
         self.keep(&out);
     }
 

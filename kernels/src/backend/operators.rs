@@ -67,6 +67,7 @@ pub(crate) trait OpsImpl: Send {
         out: &Tensor,
     ) -> Result<()>;
     fn rms_norm_heads(&self, x: &Tensor, weight: &DeviceBuffer, eps: f32) -> Result<()>;
+    fn layer_norm(&self, x: &Tensor, weight: &DeviceBuffer, bias: &DeviceBuffer, eps: f32, out: &Tensor) -> Result<()>;
     fn rope(
         &self,
         x: &Tensor,
@@ -93,6 +94,7 @@ pub(crate) trait OpsImpl: Send {
     fn put_rows(&self, x: &Tensor, rows: &[u32], out: &Tensor) -> Result<()>;
     fn add_rows(&self, x: &Tensor, rows: &[u32], out: &Tensor) -> Result<()>;
     fn add(&self, x: &Tensor, out: &Tensor) -> Result<()>;
+    fn add_scaled(&self, x: &Tensor, scale: &DeviceBuffer, out: &Tensor) -> Result<()>;
 
     fn store_rows(&self, w: &mut Matrix, rows: Range<usize>, read: &ReadRows<'_>) -> Result<()>;
     fn copy_rows(&self, from: &Matrix, rows: Range<usize>, to: &mut Matrix) -> Result<()>;

@@ -45,7 +45,7 @@ pub use kv::KvBlocks;
 pub use linear::{linear, linear_silu_mul};
 pub use low_rank::add_low_rank;
 pub use merge::round;
-pub use norm::{add_rms_norm, head_rms_norm, rms_norm};
+pub use norm::{add_rms_norm, add_scaled, head_rms_norm, layer_norm, rms_norm};
 pub use packed::{PANEL, PackedMatrix, gather_rows, to_f32};
 pub use patches::patches;
 pub use pool::{Cpu, ThreadPool};

@@ -1,4 +1,5 @@
-//! Root-mean-square normalisation. Squares are summed in 4 accumulators of 16 lanes, which are then added as a tree.
+//! Normalisation of rows, and the scaled sum behind it. Terms are summed in 4 accumulators of 16 lanes, which are then
+//! added as a tree.
 
 use super::isa::{Isa, Kernel};
 use super::lanes::{LANES, Lanes};
@@ -73,9 +74,59 @@ pub fn head_rms_norm(cpu: &Cpu, x: RowsMut<'_>, weight: &[f32], eps: f32) {
     });
 }
 
+/// `out = (x - mean(x)) / sqrt(variance(x) + eps) * weight + bias`, row by row.
+///
+/// # Panics
+/// If shapes do not agree.
+pub fn layer_norm(cpu: &Cpu, x: Rows<'_>, weight: &[f32], bias: &[f32], eps: f32, out: RowsMut<'_>) {
+    assert_eq!((out.rows(), out.width()), (x.rows(), x.width()), "rows and width of the output");
+    assert_eq!((weight.len(), bias.len()), (x.width(), x.width()), "lengths of weight and bias");
+    let out = out.share();
+    cpu.for_ranges(x.rows(), 4 * x.width(), |from, to| {
+        for i in from..to {
+            // SAFETY: each row is in one range.
+            let out = unsafe { out.row(i) };
+            let (x, count) = (x.row(i), out.len() as f32);
+            let mean = cpu.isa().dispatch(Sum(x)) / count;
+            out.iter_mut().zip(x).for_each(|(out, x)| *out = x - mean);
+            let variance = cpu.isa().dispatch(SumOfSquares(out)) / count;
+            cpu.isa().dispatch(Scale { x: out, scale: 1.0 / (variance + eps).sqrt(), weight });
+            out.iter_mut().zip(bias).for_each(|(out, bias)| *out += bias);
+        }
+    });
+}
+
+/// `out += scale * x`, row by row, with one factor for each column.
+///
+/// # Panics
+/// If shapes do not agree.
+pub fn add_scaled(cpu: &Cpu, x: Rows<'_>, scale: &[f32], out: RowsMut<'_>) {
+    assert_eq!((out.rows(), out.width()), (x.rows(), x.width()), "rows and widths that are added");
+    assert_eq!(scale.len(), x.width(), "length of the scale");
+    let out = out.share();
+    cpu.for_ranges(x.rows(), x.width(), |from, to| {
+        for i in from..to {
+            // SAFETY: each row is in one range.
+            let out = unsafe { out.row(i) };
+            out.iter_mut().zip(x.row(i)).zip(scale).for_each(|((out, x), scale)| *out += scale * x);
+        }
+    });
+}
+
 fn normalise(isa: Isa, x: &mut [f32], weight: &[f32], eps: f32) {
     let mean = isa.dispatch(SumOfSquares(x)) / x.len() as f32;
     isa.dispatch(Scale { x, scale: 1.0 / (mean + eps).sqrt(), weight });
+}
+
+struct Sum<'a>(&'a [f32]);
+
+impl Kernel for Sum<'_> {
+    type Output = f32;
+
+    #[inline(always)]
+    fn run<L: Lanes>(self) -> f32 {
+        sum_of::<L, false>(self.0)
+    }
 }
 
 struct SumOfSquares<'a>(&'a [f32]);
@@ -85,20 +136,26 @@ impl Kernel for SumOfSquares<'_> {
 
     #[inline(always)]
     fn run<L: Lanes>(self) -> f32 {
-        let mut acc = [L::zero(); 4];
-        let (blocks, rest) = self.0.as_chunks::<{ 4 * LANES }>();
-        for block in blocks {
-            for (acc, x) in acc.iter_mut().zip(block.as_chunks::<LANES>().0) {
-                let x = L::from_array(x);
-                *acc = x.mul_add(x, *acc);
-            }
-        }
-        for (acc, tail) in acc.iter_mut().zip(rest.chunks(LANES)) {
-            let x = L::from_array(&std::array::from_fn(|i| tail.get(i).copied().unwrap_or(0.0)));
-            *acc = x.mul_add(x, *acc);
-        }
-        acc[0].add(acc[1]).add(acc[2].add(acc[3])).sum()
+        sum_of::<L, true>(self.0)
     }
+}
+
+/// The sum of the values, or with `SQUARED` that of their squares.
+#[inline(always)]
+fn sum_of<L: Lanes, const SQUARED: bool>(values: &[f32]) -> f32 {
+    let mut acc = [L::zero(); 4];
+    let (blocks, rest) = values.as_chunks::<{ 4 * LANES }>();
+    for block in blocks {
+        for (acc, x) in acc.iter_mut().zip(block.as_chunks::<LANES>().0) {
+            let x = L::from_array(x);
+            *acc = if SQUARED { x.mul_add(x, *acc) } else { x.add(*acc) };
+        }
+    }
+    for (acc, tail) in acc.iter_mut().zip(rest.chunks(LANES)) {
+        let x = L::from_array(&std::array::from_fn(|i| tail.get(i).copied().unwrap_or(0.0)));
+        *acc = if SQUARED { x.mul_add(x, *acc) } else { x.add(*acc) };
+    }
+    acc[0].add(acc[1]).add(acc[2].add(acc[3])).sum()
 }
 
 struct Scale<'a> {
@@ -182,6 +239,49 @@ mod tests {
             for (new, old) in x.chunks(stride).zip(old.chunks(stride)) {
                 check(isa, &new[..heads * head_dim], &old[..heads * head_dim], &weight, 1e-6);
                 assert_eq!(new[heads * head_dim..], old[heads * head_dim..]);
+            }
+        }
+    }
+
+    #[test]
+    fn layer_norm_is_the_reference_and_the_same_bits_on_every_isa_even_far_from_zero() {
+        let mut random = Random::new(5);
+        for (rows, width, mean) in [(1, 1, 0.0), (3, 16, 1.0), (4, 100, -30.0), (33, 1024, 0.5), (2, 4097, 10.0)] {
+            let x: Vec<f32> = random.normals(rows * width, 2.0).into_iter().map(|x| x + mean).collect();
+            let (weight, bias) = (random.normals(width, 1.0), random.normals(width, 1.0));
+            let mut expected = vec![f32::NAN; rows * width];
+            reference::layer_norm(Rows::dense(&x, width), &weight, &bias, 1e-6, RowsMut::dense(&mut expected, width));
+            let mut first: Option<Vec<f32>> = None;
+            for (isa, threads) in Isa::available().into_iter().zip([3, 1, 2, 1]) {
+                let mut out = vec![f32::NAN; rows * width];
+                let cpu = Cpu::with_isa(threads, isa);
+                layer_norm(&cpu, Rows::dense(&x, width), &weight, &bias, 1e-6, RowsMut::dense(&mut out, width));
+                for (y, expected) in out.iter().zip(&expected) {
+                    // The mean is rounded to a unit of its own size.
+                    close(*y, f64::from(*expected), 4e-6 * f64::from(1.0 + mean.abs()), isa.name());
+                }
+                assert_eq!(first.get_or_insert(out.clone()), &out, "{}", isa.name());
+            }
+        }
+    }
+
+    #[test]
+    fn add_scaled_is_the_reference_and_the_same_bits_on_every_isa() {
+        let mut random = Random::new(6);
+        for (rows, width) in [(1, 1), (3, 35), (40, 1024)] {
+            let (x, old) = (random.normals(rows * width, 1.0), random.normals(rows * width, 1.0));
+            let scale = random.normals(width, 0.5);
+            let mut expected = old.clone();
+            reference::add_scaled(Rows::dense(&x, width), &scale, RowsMut::dense(&mut expected, width));
+            let mut first: Option<Vec<f32>> = None;
+            for (isa, threads) in Isa::available().into_iter().zip([3, 1, 2, 1]) {
+                let mut out = old.clone();
+                let cpu = Cpu::with_isa(threads, isa);
+                add_scaled(&cpu, Rows::dense(&x, width), &scale, RowsMut::dense(&mut out, width));
+                for (y, expected) in out.iter().zip(&expected) {
+                    close(*y, f64::from(*expected), 1e-6, isa.name());
+                }
+                assert_eq!(first.get_or_insert(out.clone()), &out, "{}", isa.name());
             }
         }
     }

@@ -153,6 +153,13 @@ impl OpsImpl for CpuOps {
         with_f32(weight.tensor(), |w| rows_mut(x, |x| super::head_rms_norm(&self.cpu, x, w, eps)))?
     }
 
+    fn layer_norm(&self, x: &Tensor, weight: &DeviceBuffer, bias: &DeviceBuffer, eps: f32, out: &Tensor) -> Result<()> {
+        let norm = |weight: &[f32], bias: &[f32]| {
+            rows(x, |x| rows_mut(out, |out| super::layer_norm(&self.cpu, x, weight, bias, eps, out)))?
+        };
+        with_f32(weight.tensor(), |weight| with_f32(bias.tensor(), |bias| norm(weight, bias))?)?
+    }
+
     fn rope(
         &self,
         x: &Tensor,
@@ -229,6 +236,12 @@ impl OpsImpl for CpuOps {
                     add(out.row_mut(i), x.row(i));
                 }
             })
+        })?
+    }
+
+    fn add_scaled(&self, x: &Tensor, scale: &DeviceBuffer, out: &Tensor) -> Result<()> {
+        with_f32(scale.tensor(), |scale| {
+            rows(x, |x| rows_mut(out, |out| super::add_scaled(&self.cpu, x, scale, out)))?
         })?
     }
 

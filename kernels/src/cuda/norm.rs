@@ -1,4 +1,4 @@
-//! RMS normalisation.
+//! Normalisation of rows.
 
 use std::sync::Arc;
 
@@ -21,6 +21,7 @@ pub(super) struct Norms {
     rms_norm: CudaFunction,
     add_rms_norm: CudaFunction,
     rms_norm_heads: CudaFunction,
+    layer_norm: CudaFunction,
 }
 
 impl Norms {
@@ -31,6 +32,7 @@ impl Norms {
             rms_norm: module.function("rms_norm")?,
             add_rms_norm: module.function("add_rms_norm")?,
             rms_norm_heads: module.function("rms_norm_heads")?,
+            layer_norm: module.function("layer_norm")?,
         })
     }
 
@@ -67,5 +69,13 @@ impl Norms {
         launch.rows(x).pointer(weight).float(eps).int(heads).int(head_dim).int(x.rows);
         // SAFETY: as in `rms_norm`, for the weight of one head.
         unsafe { launch.start(grid((u32::try_from(blocks).expect("heads of a batch"), 1, 1), HEAD_THREADS, 0)) }
+    }
+
+    pub fn layer_norm(&self, x: TensorRows, weight: u64, bias: u64, eps: f32, out: TensorRows) -> Result<()> {
+        assert_eq!((x.rows, x.width), (out.rows, out.width), "shapes of a norm");
+        let mut launch = Launch::of(&self.context.stream, &self.layer_norm);
+        launch.rows(x).pointer(weight).pointer(bias).float(eps).rows(out).int(out.width);
+        // SAFETY: the rows are of tensors, and weight and bias are as long as they are wide.
+        unsafe { launch.start(rows_grid(out.rows)) }
     }
 }

@@ -212,6 +212,12 @@ impl OpsImpl for CudaOps {
         self.norms.rms_norm_heads(rows(x)?, pointer(weight.tensor())?, weight.len(), eps)
     }
 
+    fn layer_norm(&self, x: &Tensor, weight: &DeviceBuffer, bias: &DeviceBuffer, eps: f32, out: &Tensor) -> Result<()> {
+        let (x, out) = (rows(x)?, rows(out)?);
+        assert_eq!((weight.len(), bias.len()), (x.width, x.width), "lengths of weight and bias");
+        self.norms.layer_norm(x, pointer(weight.tensor())?, pointer(bias.tensor())?, eps, out)
+    }
+
     fn rope(
         &self,
         x: &Tensor,
@@ -269,6 +275,12 @@ impl OpsImpl for CudaOps {
 
     fn add(&self, x: &Tensor, out: &Tensor) -> Result<()> {
         self.rows.add(rows(x)?, rows(out)?)
+    }
+
+    fn add_scaled(&self, x: &Tensor, scale: &DeviceBuffer, out: &Tensor) -> Result<()> {
+        let out = rows(out)?;
+        assert_eq!(scale.len(), out.width, "length of the scale");
+        self.rows.add_scaled(rows(x)?, pointer(scale.tensor())?, out)
     }
 
     fn store_rows(&self, w: &mut Matrix, rows: Range<usize>, read: &ReadRows<'_>) -> Result<()> {

@@ -22,6 +22,7 @@ pub(super) struct RowCopies {
     put_rows: CudaFunction,
     add_rows: CudaFunction,
     add: CudaFunction,
+    add_scaled: CudaFunction,
 }
 
 impl RowCopies {
@@ -35,6 +36,7 @@ impl RowCopies {
             put_rows: module.function("put_rows")?,
             add_rows: module.function("add_rows")?,
             add: module.function("add")?,
+            add_scaled: module.function("add_scaled")?,
         })
     }
 
@@ -112,6 +114,15 @@ impl RowCopies {
         let mut launch = Launch::of(&self.context.stream, &self.add);
         launch.rows(x).rows(out).int(out.width);
         // SAFETY: the rows are of tensors.
+        unsafe { launch.start(rows_grid(out.rows)) }
+    }
+
+    /// `out += scale * x`, where `scale` is the address of a factor for each column.
+    pub fn add_scaled(&self, x: TensorRows, scale: u64, out: TensorRows) -> Result<()> {
+        assert_eq!((x.rows, x.width), (out.rows, out.width), "rows and widths that are added");
+        let mut launch = Launch::of(&self.context.stream, &self.add_scaled);
+        launch.rows(x).pointer(scale).rows(out).int(out.width);
+        // SAFETY: the rows are of tensors, and the scale is as long as they are wide.
         unsafe { launch.start(rows_grid(out.rows)) }
     }
 }

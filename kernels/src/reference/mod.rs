@@ -24,7 +24,7 @@ use crate::kv_layout::KvLayout;
 use crate::tensor::{with_f32, with_f32_mut};
 use crate::weights::MatrixShape;
 #[cfg(test)]
-pub(crate) use operators::{attention, gelu, linear, rms_norm, rope, silu_mul};
+pub(crate) use operators::{add_scaled, attention, gelu, layer_norm, linear, rms_norm, rope, silu_mul};
 use ops::ReferenceOps;
 #[cfg(test)]
 pub(crate) use sampling::distribution;

@@ -107,6 +107,32 @@ pub(crate) fn head_rms_norm(mut x: RowsMut<'_>, weight: &[f32], eps: f32) {
     }
 }
 
+/// `out = (x - mean(x)) / sqrt(variance(x) + eps) * weight + bias` by row.
+pub(crate) fn layer_norm(x: Rows<'_>, weight: &[f32], bias: &[f32], eps: f32, mut out: RowsMut<'_>) {
+    assert_eq!((out.rows(), out.width()), (x.rows(), x.width()), "rows and width of the output");
+    assert_eq!((weight.len(), bias.len()), (x.width(), x.width()), "lengths of weight and bias");
+    for i in 0..x.rows() {
+        let row: Vec<f64> = x.row(i).iter().copied().map(f64::from).collect();
+        let mean = row.iter().sum::<f64>() / row.len() as f64;
+        let variance = row.iter().map(|x| (x - mean) * (x - mean)).sum::<f64>() / row.len() as f64;
+        let scale = 1.0 / (variance + f64::from(eps)).sqrt();
+        for (j, out) in out.row_mut(i).iter_mut().enumerate() {
+            *out = ((row[j] - mean) * scale * f64::from(weight[j]) + f64::from(bias[j])) as f32;
+        }
+    }
+}
+
+/// `out += scale * x`, with one factor for each column.
+pub(crate) fn add_scaled(x: Rows<'_>, scale: &[f32], mut out: RowsMut<'_>) {
+    assert_eq!((out.rows(), out.width()), (x.rows(), x.width()), "rows and widths that are added");
+    assert_eq!(scale.len(), x.width(), "length of the scale");
+    for i in 0..x.rows() {
+        for (j, out) in out.row_mut(i).iter_mut().enumerate() {
+            *out = (f64::from(*out) + f64::from(scale[j]) * f64::from(x.row(i)[j])) as f32;
+        }
+    }
+}
+
 /// Rotates each head of `x` in place.
 pub(crate) fn rope(mut x: RowsMut<'_>, head_dim: usize, positions: RotaryPositions<'_>, cos: &[f32], sin: &[f32]) {
     let half = head_dim / 2;

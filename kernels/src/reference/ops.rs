@@ -104,6 +104,11 @@ impl OpsImpl for ReferenceOps {
         rows_mut(x, |x| operators::head_rms_norm(x, &weight, eps))
     }
 
+    fn layer_norm(&self, x: &Tensor, weight: &DeviceBuffer, bias: &DeviceBuffer, eps: f32, out: &Tensor) -> Result<()> {
+        let (weight, bias) = (values(weight)?, values(bias)?);
+        rows(x, |x| rows_mut(out, |out| operators::layer_norm(x, &weight, &bias, eps, out)))?
+    }
+
     fn rope(
         &self,
         x: &Tensor,
@@ -193,6 +198,11 @@ impl OpsImpl for ReferenceOps {
                 (0..count).for_each(|i| out.row_mut(i).iter_mut().zip(x.row(i)).for_each(|(out, x)| *out += x));
             })
         })?
+    }
+
+    fn add_scaled(&self, x: &Tensor, scale: &DeviceBuffer, out: &Tensor) -> Result<()> {
+        let scale = values(scale)?;
+        rows(x, |x| rows_mut(out, |out| operators::add_scaled(x, &scale, out)))?
     }
 
     fn store_rows(&self, w: &mut Matrix, rows: Range<usize>, read: &ReadRows<'_>) -> Result<()> {

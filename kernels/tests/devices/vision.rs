@@ -4,7 +4,7 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 
 use rollout_kernels::Patches;
 
-use super::common::{Random, Rank, devices, reference, values_of};
+use super::common::{Random, Rank, close, devices, reference, values_of};
 
 /// The patches' rows, between others that must stay as they are.
 fn cut(rank: &Rank, patches: &Patches<'_>) -> Vec<f32> {
@@ -127,4 +127,49 @@ fn the_references_gelu_has_the_values_of_a_precise_one() {
     let out = rank.tensor(&x, 1, x.len());
     rank.ops.gelu(&out).unwrap();
     assert_eq!(values_of(&out), expected.into_iter().map(|value| value as f32).collect::<Vec<_>>());
+}
+
+#[test]
+fn layer_norms_and_scaled_sums_are_those_of_the_reference() {
+    let reference = reference();
+    for (seed, (rows, width)) in [(1, 1), (3, 35), (9, 1024), (2, 4096)].into_iter().enumerate() {
+        let mut random = Random::new(seed as u64);
+        let x: Vec<f32> = random.normals(rows * (width + 5), 2.0).into_iter().map(|x| x + 0.5).collect();
+        let old = random.normals(rows * width, 1.0);
+        let [weight, bias, scale] = [1.0, 1.0, 0.3].map(|deviation| random.normals(width, deviation));
+        let run = |rank: &Rank| {
+            let [weight, bias, scale] = [&weight, &bias, &scale].map(|values| rank.device.upload(values).unwrap());
+            let wide = rank.tensor(&x, rows, width + 5);
+            let (x, normed) = (wide.narrow(1, 0, width).unwrap(), rank.zeros(rows, width));
+            rank.ops.layer_norm(&x, &weight, &bias, 1e-6, &normed).unwrap();
+            let sum = rank.tensor(&old, rows, width);
+            rank.ops.add_scaled(&x, &scale, &sum).unwrap();
+            [values_of(&normed), values_of(&sum)].concat()
+        };
+        let expected = run(&reference);
+        for rank in devices() {
+            for (found, expected) in run(&rank).iter().zip(&expected) {
+                close(*found, *expected, 4e-6, rank.name());
+            }
+        }
+    }
+}
+
+#[test]
+fn a_row_has_the_layer_norm_that_it_has_alone() {
+    let mut random = Random::new(9);
+    let (rows, width) = (37, 1024);
+    let x = random.normals(rows * width, 1.0);
+    let [weight, bias] = [1.0, 0.5].map(|deviation| random.normals(width, deviation));
+    for rank in devices() {
+        let [weight, bias] = [&weight, &bias].map(|values| rank.device.upload(values).unwrap());
+        let norm = |x: &[f32]| {
+            let rows = x.len() / width;
+            let out = rank.zeros(rows, width);
+            rank.ops.layer_norm(&rank.tensor(x, rows, width), &weight, &bias, 1e-6, &out).unwrap();
+            values_of(&out)
+        };
+        let alone: Vec<f32> = x.chunks(width).flat_map(norm).collect();
+        assert!(norm(&x) == alone, "{}", rank.name());
+    }
 }
