@@ -188,6 +188,7 @@ fixtures: $(TRAINERS)/.installed ## make tests/fixtures again, with transformers
 	$(TRAINERS)/bin/python tests/fixtures/make_fixtures.py
 	$(TRAINERS)/bin/python tests/fixtures/make_peft_fixtures.py
 	$(TRAINERS)/bin/python tests/fixtures/make_vision_fixtures.py
+	$(TRAINERS)/bin/python tests/fixtures/make_internvl_fixtures.py
 	$(TRAINERS)/bin/python tests/fixtures/make_pixels.py
 
 record: setup server ## write tests/fixtures/recorded.json anew, after a change that is meant to change bits

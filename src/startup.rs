@@ -39,6 +39,8 @@ use ranks::{CommunicatorPlan, Ingredients, LoadProgress, start_ranks};
 const MAX_IMAGE_TOKENS: usize = 1280;
 /// Files of images that are decoded at once.
 const DECODED_AT_ONCE: usize = 2;
+/// Rows that the layers of a vision tower take at once.
+const TOWER_ROWS: usize = 1024;
 
 /// The tokenizer and chat template of the model, and their configuration as JSON; `None` for a model without a
 /// tokenizer, which serves token ids only.
@@ -270,10 +272,7 @@ impl Layout {
             kv,
             max_model_len,
             max_batch_tokens: config.max_batch_tokens,
-            max_image_tokens: model
-                .vision
-                .as_ref()
-                .map_or(0, |vision| vision.most_tokens().min(config.max_image_tokens.unwrap_or(MAX_IMAGE_TOKENS))),
+            max_image_tokens: model.vision.as_ref().map_or(Ok(0), |vision| max_image_tokens(config, vision))?,
             block_size: config.block_size,
             uses_graphs: match config.graphs {
                 // According to NCCL, captures of several devices in one process can deadlock; no card has run them yet.
@@ -288,7 +287,8 @@ impl Layout {
     /// The shape of the vision tower's workspace; `None` for a model of text alone.
     fn tower(&self, model: &ModelConfig, rank: usize) -> Option<TowerShape> {
         let (build, max_image_tokens) = (self.build(rank), self.max_image_tokens);
-        let shape = |config| TowerShape { config, build, max_image_tokens, embedding_rows: self.embedding_rows() };
+        let (embedding_rows, layer_rows) = (self.embedding_rows(), TOWER_ROWS);
+        let shape = |config| TowerShape { config, build, max_image_tokens, embedding_rows, layer_rows };
         model.vision.clone().map(shape)
     }
 
@@ -336,6 +336,20 @@ impl Layout {
             StorageDtype::Bf16 => "bfloat16",
         }
     }
+}
+
+/// Most tokens of an image.
+///
+/// # Errors
+/// `Config` if `--max-image-tokens` is less than a tile has.
+fn max_image_tokens(config: &Config, vision: &VisionConfig) -> Result<usize> {
+    let (given, fewest) = (config.max_image_tokens.unwrap_or(MAX_IMAGE_TOKENS), vision.fewest_tokens());
+    if given < fewest {
+        return Err(Error::Config(format!(
+            "--max-image-tokens {given}: must be at least {fewest}, the tokens of one of this model's tiles"
+        )));
+    }
+    Ok(given.min(vision.most_tokens()))
 }
 
 /// Opens the devices of the ranks. They share the configured number of threads evenly, with at least one each. Warns

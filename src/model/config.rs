@@ -1,5 +1,7 @@
 //! A model's configuration, parsed once from `config.json` and valid from then on.
 
+mod internvl;
+mod qwen2_5_vl;
 mod rope;
 mod vision;
 
@@ -9,15 +11,14 @@ use serde::Deserialize;
 
 use crate::config::MAX_RANKS;
 use crate::error::{Error, Result};
-use crate::pixels::{Preprocessor, Sizing};
 use crate::types::TokenId;
 use crate::weights::{Dtype, ModelFiles, head_range, padded_share};
 
 pub use rope::{RopeConfig, RopeScaling};
-pub use vision::VisionConfig;
+pub use vision::{TowerKind, VisionConfig};
 
 /// Everything by which Llama 3.x, Qwen2/2.5, Qwen3 and Mistral differ, as flags and sizes of one decoder; and the
-/// vision tower of Qwen2.5-VL, whose decoder is that of Qwen2.
+/// vision towers of Qwen2.5-VL and InternVL3, whose decoders are that of Qwen2 (InternVL3.5 has Qwen3's).
 #[derive(Clone, Debug, PartialEq)]
 pub struct ModelConfig {
     pub architecture: Architecture,
@@ -54,7 +55,7 @@ pub struct ModelConfig {
     pub vision: Option<VisionConfig>,
 }
 
-/// Supported decoders.
+/// Supported architectures.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Architecture {
     Llama,
@@ -62,14 +63,29 @@ pub enum Architecture {
     Qwen3,
     Mistral,
     Qwen25Vl,
+    /// InternVL3 as transformers has it.
+    InternVl,
+    /// InternVL3 as its own code on the hub has it.
+    InternVlChat,
 }
 
-const ARCHITECTURES: [(&str, Architecture); 5] = [
+/// The decoders by which the flags of a [`ModelConfig`] differ.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum DecoderKind {
+    Llama,
+    Qwen2,
+    Qwen3,
+    Mistral,
+}
+
+const ARCHITECTURES: [(&str, Architecture); 7] = [
     ("LlamaForCausalLM", Architecture::Llama),
     ("Qwen2ForCausalLM", Architecture::Qwen2),
     ("Qwen3ForCausalLM", Architecture::Qwen3),
     ("MistralForCausalLM", Architecture::Mistral),
     ("Qwen2_5_VLForConditionalGeneration", Architecture::Qwen25Vl),
+    ("InternVLForConditionalGeneration", Architecture::InternVl),
+    ("InternVLChatModel", Architecture::InternVlChat),
 ];
 
 /// Fields of the whole model that a nested configuration of the decoder may lack.
@@ -93,7 +109,14 @@ impl ModelConfig {
     /// # Errors
     /// See [`ModelConfig::parse`].
     pub fn from_files(files: &ModelFiles) -> Result<Self> {
-        Self::parse(&files.config, files.generation_config.as_ref(), files.preprocessor_config.as_ref())
+        let tokens = internvl::ChatTokens::of(&files.config, &files.tokenizer)?;
+        let (generation, preprocessor) = (files.generation_config.as_ref(), files.preprocessor_config.as_ref());
+        let mut this = Self::parse(&tokens.in_config(&files.config), generation, preprocessor)?;
+        this.eos_token_ids.extend(tokens.end);
+        this.eos_token_ids.sort_unstable();
+        this.eos_token_ids.dedup();
+        this.check_shapes()?;
+        Ok(this)
     }
 
     /// From `config.json` (as transformers 4 or 5 writes it), `generation_config.json`, whose end-of-sequence tokens
@@ -109,6 +132,7 @@ impl ModelConfig {
         let (name, architecture) = architecture(config)?;
         let whole = config;
         let config = &*text_config(whole);
+        let decoder = decoder(architecture, config)?;
         let raw: RawConfig = serde_json::from_value(config.clone()).map_err(|e| bad(format!("config.json: {e}")))?;
         refuse_unsupported(config, &raw, name)?;
         let generation: TokenIds = match generation_config {
@@ -116,9 +140,9 @@ impl ModelConfig {
             None => TokenIds::default(),
         };
         let num_heads = raw.num_attention_heads;
-        let head_dim = match (raw.head_dim, architecture) {
+        let head_dim = match (raw.head_dim, decoder) {
             (Some(d), _) => d,
-            (None, Architecture::Qwen3) => 128,
+            (None, DecoderKind::Qwen3) => 128,
             (None, _) => raw.hidden_size.checked_div(num_heads).unwrap_or(0),
         };
         let attention_bias = raw.attention_bias.unwrap_or(false);
@@ -135,25 +159,19 @@ impl ModelConfig {
             rope: RopeConfig::parse(config)?,
             max_position_embeddings: raw.max_position_embeddings,
             tie_word_embeddings: raw.tie_word_embeddings.unwrap_or(false),
-            qkv_bias: match architecture {
-                Architecture::Qwen2 | Architecture::Qwen25Vl => true,
-                Architecture::Llama | Architecture::Qwen3 => attention_bias,
-                Architecture::Mistral => false,
+            qkv_bias: match decoder {
+                DecoderKind::Qwen2 => true,
+                DecoderKind::Llama | DecoderKind::Qwen3 => attention_bias,
+                DecoderKind::Mistral => false,
             },
-            o_bias: matches!(architecture, Architecture::Llama | Architecture::Qwen3) && attention_bias,
-            mlp_bias: architecture == Architecture::Llama && raw.mlp_bias.unwrap_or(false),
-            qk_norm: architecture == Architecture::Qwen3,
-            sliding_window: sliding_windows(config, &raw, architecture)?,
+            o_bias: matches!(decoder, DecoderKind::Llama | DecoderKind::Qwen3) && attention_bias,
+            mlp_bias: decoder == DecoderKind::Llama && raw.mlp_bias.unwrap_or(false),
+            qk_norm: decoder == DecoderKind::Qwen3,
+            sliding_window: sliding_windows(config, &raw, decoder)?,
             eos_token_ids: generation.eos_token_id.or(raw.tokens.eos_token_id).map_or_else(Vec::new, OneOrMany::sorted),
             bos_token_id: generation.bos_token_id.or(raw.tokens.bos_token_id),
             dtype: dtype(raw.dtype.or(raw.torch_dtype).as_deref())?,
-            vision: match architecture {
-                Architecture::Qwen25Vl => {
-                    let preprocessor = preprocessor(preprocessor_config)?;
-                    Some(VisionConfig::parse(whole, preprocessor, raw.hidden_size, raw.vocab_size)?)
-                }
-                _ => None,
-            },
+            vision: vision(architecture, whole, preprocessor_config, (raw.hidden_size, raw.vocab_size))?,
         };
         this.check_shapes()?;
         Ok(this)
@@ -220,7 +238,8 @@ impl ModelConfig {
         }
         let sections = &self.rope.sections;
         let is_mrope = sections.len() == 3 && sections.iter().sum::<usize>() == self.head_dim / 2;
-        if !is_mrope && (self.vision.is_some() || !sections.is_empty()) {
+        let needs_mrope = self.architecture == Architecture::Qwen25Vl;
+        if !is_mrope && (needs_mrope || !sections.is_empty()) {
             return Err(bad(format!(
                 "config.json: mrope_section is {sections:?}; it must be three numbers that add up to half of head_dim, \
                  {}",
@@ -308,13 +327,13 @@ fn architecture(config: &serde_json::Value) -> Result<(&str, Architecture)> {
     }
 }
 
-/// The decoder's configuration: `text_config` where there is one, as transformers 5 writes it, with fields of the whole
-/// model; else the whole.
+/// The decoder's configuration: `text_config` where there is one, as transformers 5 writes it, or `llm_config`, as
+/// InternVL's own code does, with fields of the whole model; else the whole.
 fn text_config(config: &serde_json::Value) -> Cow<'_, serde_json::Value> {
-    let nested = &config["text_config"];
-    if !nested.is_object() {
+    let Some(nested) = ["text_config", "llm_config"].map(|name| &config[name]).into_iter().find(|c| c.is_object())
+    else {
         return Cow::Borrowed(config);
-    }
+    };
     let mut text = nested.clone();
     for key in OF_WHOLE_MODEL {
         if text[key].is_null() && !config[key].is_null() {
@@ -326,16 +345,42 @@ fn text_config(config: &serde_json::Value) -> Cow<'_, serde_json::Value> {
     Cow::Owned(text)
 }
 
-/// The preprocessor of a vision tower.
-fn preprocessor(config: Option<&serde_json::Value>) -> Result<Preprocessor> {
-    let missing = || bad("the model has a vision tower, but no preprocessor_config.json; download it again".into());
-    let preprocessor = Preprocessor::parse("preprocessor_config.json", config.ok_or_else(missing)?)?;
-    match preprocessor.sizing {
-        Sizing::Area { .. } => Ok(preprocessor),
-        Sizing::Tiles { .. } => {
-            Err(bad("preprocessor_config.json: a preprocessor that makes tiles is not supported for this model".into()))
-        }
-    }
+/// The decoder of an architecture, with this configuration.
+fn decoder(architecture: Architecture, config: &serde_json::Value) -> Result<DecoderKind> {
+    let model_type = config["model_type"].as_str().unwrap_or("unnamed");
+    Ok(match architecture {
+        Architecture::Llama => DecoderKind::Llama,
+        Architecture::Qwen2 | Architecture::Qwen25Vl => DecoderKind::Qwen2,
+        Architecture::Qwen3 => DecoderKind::Qwen3,
+        Architecture::Mistral => DecoderKind::Mistral,
+        Architecture::InternVl | Architecture::InternVlChat => match model_type {
+            "qwen2" => DecoderKind::Qwen2,
+            "qwen3" => DecoderKind::Qwen3,
+            other => {
+                return Err(bad(format!(
+                    "config.json: InternVL with a decoder of the type {other} is not supported; supported are qwen2 \
+                     and qwen3"
+                )));
+            }
+        },
+    })
+}
+
+/// The vision tower of a model whose decoder has this hidden size and vocabulary; `None` for a model of text alone.
+fn vision(
+    architecture: Architecture,
+    config: &serde_json::Value,
+    preprocessor: Option<&serde_json::Value>,
+    decoder: (usize, usize),
+) -> Result<Option<VisionConfig>> {
+    let vision = match architecture {
+        Architecture::Qwen25Vl => qwen2_5_vl::parse(config, preprocessor, decoder)?,
+        Architecture::InternVl => internvl::parse(config, preprocessor, decoder)?,
+        Architecture::InternVlChat => internvl::parse_chat(config, decoder)?,
+        Architecture::Llama | Architecture::Qwen2 | Architecture::Qwen3 | Architecture::Mistral => return Ok(None),
+    };
+    vision.check()?;
+    Ok(Some(vision))
 }
 
 fn refuse_unsupported(config: &serde_json::Value, raw: &RawConfig, name: &str) -> Result<()> {
@@ -362,24 +407,18 @@ fn refuse_unsupported(config: &serde_json::Value, raw: &RawConfig, name: &str) -
 /// The sliding window of each layer, by the rules of transformers' configurations. Mistral has it in all layers (4096
 /// where the field is missing). Qwen has it, if `use_sliding_window` is set, in the layers that `layer_types` names, or
 /// without that list in those from `max_window_layers` on. Llama has none.
-fn sliding_windows(
-    config: &serde_json::Value,
-    raw: &RawConfig,
-    architecture: Architecture,
-) -> Result<Vec<Option<usize>>> {
+fn sliding_windows(config: &serde_json::Value, raw: &RawConfig, decoder: DecoderKind) -> Result<Vec<Option<usize>>> {
     let layers = raw.num_hidden_layers;
     if raw.sliding_window == Some(0) {
         return Err(bad("config.json: sliding_window is 0; a token must at least see itself".into()));
     }
-    let window = match architecture {
-        Architecture::Mistral if config.get("sliding_window").is_none() => Some(4096),
-        Architecture::Mistral => raw.sliding_window,
-        Architecture::Llama => None,
-        Architecture::Qwen2 | Architecture::Qwen3 | Architecture::Qwen25Vl => {
-            raw.sliding_window.filter(|_| raw.use_sliding_window == Some(true))
-        }
+    let window = match decoder {
+        DecoderKind::Mistral if config.get("sliding_window").is_none() => Some(4096),
+        DecoderKind::Mistral => raw.sliding_window,
+        DecoderKind::Llama => None,
+        DecoderKind::Qwen2 | DecoderKind::Qwen3 => raw.sliding_window.filter(|_| raw.use_sliding_window == Some(true)),
     };
-    if architecture == Architecture::Mistral || window.is_none() {
+    if decoder == DecoderKind::Mistral || window.is_none() {
         return Ok(vec![window; layers]);
     }
     let Some(types) = &raw.layer_types else {

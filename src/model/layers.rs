@@ -20,7 +20,7 @@ pub struct Build {
 
 impl Build {
     /// A weight matrix that has no memory yet.
-    fn matrix(&self, n: usize, k: usize, leaves: usize) -> Matrix {
+    pub fn matrix(&self, n: usize, k: usize, leaves: usize) -> Matrix {
         self.device.matrix(MatrixShape { dtype: self.weights, n, k, leaves })
     }
 }

@@ -18,6 +18,6 @@ mod slots;
 mod tests;
 
 pub use header::Header;
-pub use preprocessor::{PictureSize, Preprocessor, Sizing};
+pub use preprocessor::{MAX_TILES, PictureSize, Preprocessor, Sizing};
 pub use resize::smart_resize;
 pub use slots::DecodeSlots;

@@ -11,7 +11,7 @@ const CLIP_STD: [f64; 3] = [0.26862954, 0.26130258, 0.27577711];
 /// The number of the bicubic filter in Pillow, by which configurations name it.
 const BICUBIC: u64 = 3;
 /// Most tiles: the width of the picture that they are cut of stays within a few thousand pixels.
-const MAX_TILES: u32 = 64;
+pub const MAX_TILES: u32 = 64;
 
 /// The size of a picture: `tiles` parts of `width` by `height` pixels.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -77,11 +77,12 @@ impl Preprocessor {
             "GotOcr2ImageProcessor" => settings.tiles()?,
             other => return Err(settings.error("image_processor_type", &format!("{other} is not known"))),
         };
+        let frames = if matches!(sizing, Sizing::Tiles { .. }) { 1 } else { 2 };
         let preprocessor = Self {
             sizing,
             patch_size: settings.number("patch_size", 14, 256)?,
             merge_size: settings.number("merge_size", 2, 16)?,
-            temporal_patch_size: settings.number("temporal_patch_size", 2, 16)?,
+            temporal_patch_size: settings.number("temporal_patch_size", frames, 16)?,
             mean: settings.colours("image_mean", CLIP_MEAN)?,
             std: settings.colours("image_std", CLIP_STD)?,
         };
@@ -150,22 +151,32 @@ impl Preprocessor {
         let PictureSize { width, height, tiles } = size;
         let fits = match self.sizing {
             Sizing::Area { .. } => tiles == 1 && width > 0 && height > 0 && width % factor == 0 && height % factor == 0,
-            Sizing::Tiles { side, max_tiles, .. } => {
-                let most = if max_tiles > 1 { max_tiles + 1 } else { 1 };
-                width == side && height == side && (1..=most).contains(&tiles)
-            }
+            Sizing::Tiles { side, .. } => width == side && height == side && (1..=self.most_tiles()).contains(&tiles),
         };
         if !fits {
-            let expected = match self.sizing {
-                Sizing::Area { .. } => format!("one tile whose sides are multiples of {factor} pixels"),
-                Sizing::Tiles { side, max_tiles, .. } => {
-                    format!("at most {max_tiles} tiles, and one of the whole picture after them, of {side} by {side}")
-                }
+            let message = match self.sizing {
+                Sizing::Area { .. } if tiles != 1 => format!("{tiles} tiles; this model's pictures are whole: 1"),
+                Sizing::Area { .. } => format!(
+                    "{width} x {height} pixels are not multiples of {factor}; send the pixels that the model's \
+                     processor makes"
+                ),
+                Sizing::Tiles { side, max_tiles, .. } => format!(
+                    "{tiles} tiles of {width} x {height} pixels; this model's pictures have at most {max_tiles} tiles \
+                     of {side} x {side}, and one of the whole picture after them"
+                ),
             };
-            let message = format!("{tiles} tiles of {width} by {height} pixels; this model's pictures have {expected}");
             return Err(Error::invalid(field, message));
         }
         Ok((width / factor) as usize * (height / factor) as usize * tiles as usize)
+    }
+
+    /// Most tiles of a picture, with that of the whole picture.
+    pub fn most_tiles(&self) -> u32 {
+        match self.sizing {
+            Sizing::Area { .. } => 1,
+            Sizing::Tiles { max_tiles: 1, .. } => 1,
+            Sizing::Tiles { max_tiles, .. } => max_tiles + 1,
+        }
     }
 
     /// The mean as 8-bit values have it: a product in float32, which the reference has too.

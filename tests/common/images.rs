@@ -33,12 +33,26 @@ pub fn config(model: &str) -> serde_json::Value {
     serde_json::from_slice(&std::fs::read(fixture(model).join("config.json")).unwrap()).unwrap()
 }
 
+/// The token that stands for images: that of the configuration, or of the tokenizer if that names none.
 pub fn image_token(model: &str) -> TokenId {
-    config(model)["image_token_id"].as_u64().unwrap() as TokenId
+    if let Some(token) = config(model)["image_token_id"].as_u64() {
+        return token as TokenId;
+    }
+    let tokenizer = std::fs::read(fixture(model).join("tokenizer.json")).unwrap();
+    let tokenizer: serde_json::Value = serde_json::from_slice(&tokenizer).unwrap();
+    let added = tokenizer["added_tokens"].as_array().unwrap();
+    added.iter().find(|token| token["content"] == "<IMG_CONTEXT>").unwrap()["id"].as_u64().unwrap() as TokenId
+}
+
+/// Pixels of the side of a model's tiles, if it has some.
+pub fn tile_side(model: &str) -> Option<usize> {
+    let config = config(model);
+    let side = [&config["force_image_size"], &config["vision_config"]["image_size"][0]];
+    side.into_iter().find_map(serde_json::Value::as_u64).map(|side| side as usize)
 }
 
 pub fn grid(picture: &Picture) -> [usize; 2] {
-    [picture.height() as usize / SIDE, picture.width() as usize / SIDE]
+    [(picture.tiles() * picture.height()) as usize / SIDE, picture.width() as usize / SIDE]
 }
 
 impl Case {
@@ -66,8 +80,10 @@ impl Reference {
         let pictures = |prefix: String| -> Vec<Picture> {
             let named = |index: usize| tensors.tensor(&format!("{prefix}_{index}")).ok();
             let picture = |rgb: safetensors::tensor::TensorView<'_>| {
-                let [height, width] = [0, 1].map(|axis| rgb.shape()[axis] as u32);
-                Picture::new("image", width, height, 1, rgb.data()).unwrap()
+                // The first axis is that of tiles, if there are some.
+                let (tiles, sides) = rgb.shape().split_at(rgb.shape().len() - 3);
+                let tiles = tiles.first().map_or(1, |tiles| *tiles as u32);
+                Picture::new("image", sides[1] as u32, sides[0] as u32, tiles, rgb.data()).unwrap()
             };
             (0..).map_while(named).map(picture).collect()
         };

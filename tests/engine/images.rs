@@ -5,10 +5,12 @@ use rand::{Rng, SeedableRng};
 use rand_chacha::ChaCha8Rng;
 use rollout_server::types::{Picture, SamplingParams, TokenId, sample_seed};
 
-use crate::common::images::{Case, Reference, SIDE, config, grid, image_token, with_images};
+use crate::common::images::{Case, Reference, SIDE, config, image_token, tile_side, with_images};
 use crate::common::{Engine, Reply, Request};
 
-const MODELS: [&str; 2] = ["qwen2_5_vl", "qwen2_5_vl-tied"];
+const MODELS: [&str; 4] = ["qwen2_5_vl", "qwen2_5_vl-tied", "internvl3", "internvl3-chat"];
+/// One model of each tower.
+const TOWERS: [&str; 2] = ["qwen2_5_vl", "internvl3"];
 /// Largest difference per token in float32 that the numerics contract allows.
 const TOLERANCE: f32 = 1e-4;
 const SEED: u64 = 21;
@@ -37,9 +39,9 @@ fn float32_is_transformers_float32() {
     for model in MODELS {
         let reference = Reference::read(model);
         let cases: Vec<Case> = reference.cases.iter().map(|scored| scored.case.clone()).collect();
-        assert!(cases.len() > 5 && cases.iter().any(|case| case.images.len() > 1), "{model}: too few cases");
-        for (device, tp) in [("cpu", "1"), ("cpu", "2"), ("reference", "1")] {
-            if tp != "1" && !is_divided_by_two(model) {
+        assert!(cases.len() >= 5 && cases.iter().any(|case| case.images.len() > 1), "{model}: too few cases");
+        for (device, tp) in [("cpu", "1"), ("cpu", "2"), ("cpu", "4"), ("reference", "1")] {
+            if !is_divided_by(model, tp) {
                 continue;
             }
             let engine = Engine::start(model, &["--dtype", "float32", "--tp", tp, "--device", device]);
@@ -74,9 +76,11 @@ fn bfloat16_is_no_farther_from_float32_than_transformers_bfloat16() {
     }
 }
 
-/// Whether two ranks can share the vision tower: its heads are even.
-fn is_divided_by_two(model: &str) -> bool {
-    config(model)["vision_config"]["num_heads"].as_u64().unwrap().is_multiple_of(2)
+/// Whether so many ranks can share the heads of the vision tower.
+fn is_divided_by(model: &str, ranks: &str) -> bool {
+    let tower = &config(model)["vision_config"];
+    let heads = ["num_heads", "num_attention_heads"].into_iter().find_map(|name| tower[name].as_u64());
+    heads.unwrap().is_multiple_of(ranks.parse().unwrap())
 }
 
 /// Prompts with one to three random pictures at random places, some of them adjacent or at an end; two prompts have the
@@ -85,21 +89,26 @@ fn random_cases(model: &str, seed: u64) -> Vec<Case> {
     println!("prompts from seed {seed}");
     let mut rng = ChaCha8Rng::seed_from_u64(seed);
     let image_token = image_token(model);
-    let picture = |rng: &mut ChaCha8Rng, [rows, columns]: [usize; 2]| {
-        let rgb: Vec<u8> = (0..3 * SIDE * SIDE * rows * columns).map(|_| rng.random()).collect();
-        Picture::new("image", (columns * SIDE) as u32, (rows * SIDE) as u32, 1, rgb).unwrap()
+    let size = |rng: &mut ChaCha8Rng| match tile_side(model) {
+        Some(side) => [side, side, rng.random_range(1..=4)],
+        None => [SIDE * rng.random_range(1..=5), SIDE * rng.random_range(1..=7), 1],
+    };
+    let picture = |rng: &mut ChaCha8Rng, [height, width, tiles]: [usize; 3]| {
+        let rgb: Vec<u8> = (0..3 * height * width * tiles).map(|_| rng.random()).collect();
+        Picture::new("image", width as u32, height as u32, tiles as u32, rgb).unwrap()
     };
     let mut cases = Vec::new();
     for _ in 0..8 {
         let (mut tokens, mut pictures): (Vec<TokenId>, _) = (Vec::new(), Vec::new());
         for _ in 0..rng.random_range(1..=3) {
             tokens.extend((0..rng.random_range(0..9)).map(|_| rng.random_range(10..400)));
-            let sides = [rng.random_range(1..=5), rng.random_range(1..=7)];
-            tokens.extend(vec![image_token; sides[0] * sides[1]]);
-            pictures.push(picture(&mut rng, sides));
+            let size = size(&mut rng);
+            tokens.extend(vec![image_token; size.iter().product::<usize>() / (SIDE * SIDE)]);
+            pictures.push(picture(&mut rng, size));
         }
         tokens.extend((0..rng.random_range(0..9)).map(|_| rng.random_range(10..400)));
-        let others = pictures.iter().map(|p| picture(&mut rng, grid(p))).collect();
+        let size_of = |p: &Picture| [p.height(), p.width(), p.tiles()].map(|size| size as usize);
+        let others = pictures.iter().map(|p| picture(&mut rng, size_of(p))).collect();
         cases.push(Case::new(tokens.clone(), pictures, image_token));
         if cases.len() == 1 {
             cases.push(Case::new(tokens, others, image_token));
@@ -136,7 +145,7 @@ fn alone_is_in_a_batch_chunked_cached_preempted_and_on_several_ranks() {
             assert!(warm.completions.iter().map(|c| c.cached_tokens).sum::<u32>() > 50, "{model}: cached tokens");
             assert!(warm.bits() == expected, "{model} {dtype}: cached");
             engine.assert_all_free();
-            let tp: &[&[&str]] = if is_divided_by_two(model) { &[&["--tp", "2"]] } else { &[] };
+            let tp: &[&[&str]] = if is_divided_by(model, "2") { &[&["--tp", "2"]] } else { &[] };
             let others: [&[&str]; 3] = [
                 &["--max-batch-tokens", "1"],
                 &["--max-batch-tokens", "5"],
@@ -152,38 +161,41 @@ fn alone_is_in_a_batch_chunked_cached_preempted_and_on_several_ranks() {
 
 #[test]
 fn sampled_is_scored_and_a_group_is_its_samples() {
-    let model = MODELS[0];
-    let cases = random_cases(model, 32);
-    let engine = Engine::start(model, &["--dtype", "bfloat16"]);
-    let groups = generate(&engine, &cases, 3, &SamplingParams { top_p: 1.0, ..params() });
-    let whole: Vec<Case> = groups
-        .completions
-        .iter()
-        .map(|completion| {
-            let case = &cases[completion.prompt_index as usize];
-            let sampled = completion.tokens.iter().map(|token| token.token);
-            Case { tokens: case.tokens.iter().copied().chain(sampled).collect(), images: case.images.clone() }
-        })
-        .collect();
-    for (completion, scored) in groups.completions.iter().zip(score(&engine, &whole)) {
-        let sampled: Vec<u32> = completion.tokens.iter().map(|token| token.raw.to_bits()).collect();
-        let scored: Vec<u32> = scored.iter().map(|logprob| logprob.to_bits()).collect();
-        assert!(scored.ends_with(&sampled), "prompt {}, sample {}", completion.prompt_index, completion.sample_index);
+    for model in TOWERS {
+        let cases = random_cases(model, 32);
+        let engine = Engine::start(model, &["--dtype", "bfloat16"]);
+        let groups = generate(&engine, &cases, 3, &SamplingParams { top_p: 1.0, ..params() });
+        let whole: Vec<Case> = groups
+            .completions
+            .iter()
+            .map(|completion| {
+                let case = &cases[completion.prompt_index as usize];
+                let sampled = completion.tokens.iter().map(|token| token.token);
+                Case { tokens: case.tokens.iter().copied().chain(sampled).collect(), images: case.images.clone() }
+            })
+            .collect();
+        for (completion, scored) in groups.completions.iter().zip(score(&engine, &whole)) {
+            let sampled: Vec<u32> = completion.tokens.iter().map(|token| token.raw.to_bits()).collect();
+            let scored: Vec<u32> = scored.iter().map(|logprob| logprob.to_bits()).collect();
+            let (prompt, sample) = (completion.prompt_index, completion.sample_index);
+            assert!(scored.ends_with(&sampled), "{model}: prompt {prompt}, sample {sample}");
+        }
     }
 }
 
 #[test]
 fn no_sample_has_a_placeholder() {
-    let model = MODELS[0];
-    let (config, cases) = (config(model), random_cases(model, 33));
-    let placeholders: Vec<TokenId> =
-        ["image_token_id", "video_token_id"].map(|name| config[name].as_u64().unwrap() as TokenId).to_vec();
-    let engine = Engine::start(model, &["--dtype", "float32"]);
-    for temperature in [0.0, 1.0] {
-        let logit_bias = placeholders.iter().map(|token| (*token, 100.0)).collect();
-        let params = SamplingParams { temperature, logit_bias, ..params() };
-        let reply = generate(&engine, &cases, 2, &params);
-        let sampled = reply.completions.iter().flat_map(|completion| &completion.tokens);
-        assert!(sampled.map(|token| token.token).all(|token| !placeholders.contains(&token)));
+    for model in TOWERS {
+        let (config, cases) = (config(model), random_cases(model, 33));
+        let of_config = ["image_token_id", "video_token_id"].into_iter().filter_map(|name| config[name].as_u64());
+        let placeholders: Vec<TokenId> = of_config.map(|token| token as TokenId).collect();
+        let engine = Engine::start(model, &["--dtype", "float32"]);
+        for temperature in [0.0, 1.0] {
+            let logit_bias = placeholders.iter().map(|token| (*token, 100.0)).collect();
+            let params = SamplingParams { temperature, logit_bias, ..params() };
+            let reply = generate(&engine, &cases, 2, &params);
+            let sampled = reply.completions.iter().flat_map(|completion| &completion.tokens);
+            assert!(sampled.map(|token| token.token).all(|token| !placeholders.contains(&token)), "{model}");
+        }
     }
 }

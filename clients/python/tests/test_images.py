@@ -1,4 +1,4 @@
-"""Prompts with images, against a real server of a tiny Qwen2.5-VL and transformers' results."""
+"""Prompts with images, against real servers of a tiny Qwen2.5-VL and InternVL3, and transformers' results."""
 
 from __future__ import annotations
 
@@ -324,5 +324,49 @@ def test_processed_pixels_are_the_processors(rng):
     lying = type("Lying", (Other,), {"__call__": lambda *_, **__: values})()
     with pytest.raises(InvalidArgument, match="are not 8-bit pixels"):
         processed_pixels(images, lying)
-    with pytest.raises(InvalidArgument, match="gives no image_grid_thw"):
+    with pytest.raises(InvalidArgument, match="gives neither image_grid_thw nor tiles"):
         processed_pixels(images, lambda images, return_tensors: {"pixel_values": images})
+
+
+class TileProcessor:
+    """As an image processor of InternVL, for images of two tiles that need no resize."""
+
+    crop_to_patches = False
+    image_mean, image_std = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
+
+    def __call__(self, images, crop_to_patches, return_tensors):
+        assert crop_to_patches and return_tensors == "np"
+        mean, std = (np.float32(x) * np.float32(255) for x in (self.image_mean, self.image_std))
+        tiles = np.concatenate([np.split(image, 2, axis=1) for image in images])
+        return {"pixel_values": ((tiles.astype(np.float32) - mean) / std).transpose(0, 3, 1, 2)}
+
+
+def test_processed_pixels_are_the_tiles_of_a_processor_that_makes_some(rng):
+    images = [picture(rng, 2, 4), picture(rng, 2, 4)]
+    for sent, image in zip(processed_pixels(images, TileProcessor()), images, strict=True):
+        assert (sent.width, sent.height, sent.tiles) == (56, 56, 2)
+        assert sent == Pixels.of(np.stack(np.split(image, 2, axis=1)))
+
+
+@pytest.mark.parametrize("name", ["internvl3", "internvl3-chat"])
+def test_scores_of_tiles_are_those_of_transformers(pytestconfig, name):
+    reference = read_safetensors(FIXTURES / name / "reference.safetensors")
+    cases = [case(reference, index) for index in range(5)]
+    flags = ["--dtype", "float32", "--limit-mm-per-prompt", "image=3"]
+    with server(pytestconfig.getoption("--server"), FIXTURES / name, *flags) as client:
+        info = client.info().images
+        side = cases[0][1][0].shape[1]
+        assert (info.tile_side, info.token_side, info.most_tokens) == (side, SIDE, 13 * (side // SIDE) ** 2)
+        scores = client.score([tokens for tokens, _ in cases], images=[pictures for _, pictures in cases])
+        tokens, pictures = cases[2]
+        (output,) = client.generate([tokens], images=[pictures], return_text=False)
+        wrong = pictures[0][:, 1:]
+        with pytest.raises(InvalidArgument, match=f"1 tiles of {side} x {side - 1} pixels; this model's pictures"):
+            client.generate([[info.placeholder]], images=[[wrong]], return_text=False)
+    for index, score in enumerate(scores):
+        apart = np.abs(np.array(score.raw_logprobs[1:]) - reference[f"logprobs_f32_{index}"])
+        assert apart.max() < 1e-4, index
+    for image, rgb in zip(output.images, pictures, strict=True):
+        sizes = b"".join(size.to_bytes(4, "little") for size in (len(rgb), side, side))
+        assert image.hash == hashlib.sha256(sizes + rgb.tobytes()).hexdigest()
+        assert (image.tiles, image.tokens) == (len(rgb), len(rgb) * (side // SIDE) ** 2)

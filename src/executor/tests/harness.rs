@@ -107,6 +107,7 @@ impl Setup {
                     build: build.clone(),
                     max_image_tokens,
                     embedding_rows: 2 * max_image_tokens,
+                    layer_rows: 64,
                 };
                 let tower = config.vision.clone().map(tower);
                 let workspace = WorkspaceShape { config, build, max_batch_tokens: MAX_TOKENS };

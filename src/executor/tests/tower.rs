@@ -14,8 +14,9 @@ use crate::model::config::VisionConfig;
 use crate::model::{Build, TowerShape, TowerWorkspace};
 use crate::types::{Picture, PictureEncode};
 
-const MODELS: [&str; 2] = ["qwen2_5_vl", "qwen2_5_vl-tied"];
+const MODELS: [&str; 4] = ["qwen2_5_vl", "qwen2_5_vl-tied", "internvl3", "internvl3-chat"];
 const MAX_IMAGE_TOKENS: usize = 64;
+const LAYER_ROWS: usize = 1024;
 /// Rows of the embedding buffer before those of a picture.
 const OFFSET: usize = 3;
 
@@ -33,8 +34,11 @@ fn encoded(model: &str) -> Vec<Encoded> {
     names.sort_unstable();
     let read = |name: &str| {
         let rgb = tensors.tensor(name).unwrap();
-        let [height, width] = [0, 1].map(|axis| rgb.shape()[axis] as u32);
-        let picture = Picture::new("image", width, height, 1, rgb.data()).unwrap();
+        // The first axis is that of tiles, if there are some.
+        let (tiles, sides) = rgb.shape().split_at(rgb.shape().len() - 3);
+        let (height, width) = (sides[0] as u32, sides[1] as u32);
+        let tiles = tiles.first().map_or(1, |tiles| *tiles as u32);
+        let picture = Picture::new("image", width, height, tiles, rgb.data()).unwrap();
         let features = tensors.tensor(&name.replace("rgb_", "features_")).unwrap();
         let features = features.data().as_chunks::<4>().0.iter().map(|bytes| f32::from_le_bytes(*bytes)).collect();
         Encoded { name: name.to_string(), picture, features }
@@ -43,26 +47,34 @@ fn encoded(model: &str) -> Vec<Encoded> {
 }
 
 fn random_picture(rng: &mut impl Rng, config: &VisionConfig) -> Picture {
-    let rows = rng.random_range(1..=8);
-    let columns = rng.random_range(1..=MAX_IMAGE_TOKENS / rows);
-    let [height, width] = [rows, columns].map(|side| side * config.token_side());
-    let rgb: Vec<u8> = (0..3 * width * height).map(|_| rng.random()).collect();
-    Picture::new("image", width as u32, height as u32, 1, rgb).unwrap()
+    let (height, width, tiles) = match config.tile_side() {
+        Some(side) => {
+            let most = config.most_tokens().min(MAX_IMAGE_TOKENS);
+            (side, side, rng.random_range(1..=most / config.fewest_tokens()))
+        }
+        None => {
+            let rows = rng.random_range(1..=8);
+            let columns = rng.random_range(1..=MAX_IMAGE_TOKENS / rows);
+            (rows * config.token_side(), columns * config.token_side(), 1)
+        }
+    };
+    let rgb: Vec<u8> = (0..3 * width * height * tiles).map(|_| rng.random()).collect();
+    Picture::new("image", width as u32, height as u32, tiles as u32, rgb).unwrap()
 }
 
 fn tokens(picture: &Picture, config: &VisionConfig) -> usize {
-    let [rows, columns] = config.grid(picture.width(), picture.height()).unwrap();
+    let [rows, columns] = config.grid("image", picture).unwrap();
     rows * columns
 }
 
 /// The embeddings of pictures on one rank, each encoded in slices of so many blocks. The buffers hold pictures of at
-/// most `most` tokens.
+/// most `most` tokens, and chunks of at most `layer_rows` rows.
 fn encode_on(
     setup: &Setup,
     build: &Build,
     comm: &dyn Communicator,
     pictures: &[Picture],
-    most: usize,
+    (most, layer_rows): (usize, usize),
     slice: usize,
 ) -> Vec<Vec<f32>> {
     let weights = setup.weights_of(build);
@@ -73,6 +85,7 @@ fn encode_on(
         build: build.clone(),
         max_image_tokens: most,
         embedding_rows: OFFSET + MAX_IMAGE_TOKENS,
+        layer_rows,
     };
     let mut workspace = TowerWorkspace::new(&shape).unwrap();
     let encode = |picture: &Picture| {
@@ -106,7 +119,7 @@ fn read(workspace: &TowerWorkspace, rows: Range<usize>) -> Vec<f32> {
 fn encode(backend: Backend, model: &str, dtype: StorageDtype, world: usize, pictures: &[Picture]) -> Vec<Vec<f32>> {
     let setup = Setup::open_on(backend, &fixture(model), dtype, world);
     let run = |rank: usize, comm: &dyn Communicator| {
-        encode_on(&setup, &setup.build(rank), comm, pictures, MAX_IMAGE_TOKENS, usize::MAX)
+        encode_on(&setup, &setup.build(rank), comm, pictures, (MAX_IMAGE_TOKENS, LAYER_ROWS), usize::MAX)
     };
     if world == 1 {
         return run(0, &SingleRank);
@@ -170,13 +183,18 @@ fn embeddings_have_the_same_bits_in_any_chunk_and_slice_and_beside_any_other_pic
         let pictures: Vec<Picture> = (0..4).map(|_| random_picture(&mut rng, config)).collect();
         let build = setup.build(0);
         let run = |pictures: &[Picture], most, slice| encode_on(&setup, &build, &SingleRank, pictures, most, slice);
-        let expected = run(&pictures, MAX_IMAGE_TOKENS, config.depth);
+        let expected = run(&pictures, (MAX_IMAGE_TOKENS, LAYER_ROWS), config.depth);
         for slice in 1..config.depth {
-            assert!(run(&pictures, MAX_IMAGE_TOKENS, slice) == expected, "{model}: {slice} blocks a step");
+            let found = run(&pictures, (MAX_IMAGE_TOKENS, LAYER_ROWS), slice);
+            assert!(found == expected, "{model}: {slice} blocks a step");
+        }
+        for layer_rows in [1, 90] {
+            let found = run(&pictures, (MAX_IMAGE_TOKENS, layer_rows), 1);
+            assert!(found == expected, "{model}: chunks of {layer_rows} rows");
         }
         for (picture, expected) in pictures.iter().zip(&expected) {
             // The smallest buffers that hold the picture have chunks of the fewest rows.
-            let alone = run(std::slice::from_ref(picture), tokens(picture, config), 1);
+            let alone = run(std::slice::from_ref(picture), (tokens(picture, config), LAYER_ROWS), 1);
             assert!(alone[0] == *expected, "{model}: {picture:?} alone");
         }
     }

@@ -273,8 +273,8 @@ fn a_vision_models_configuration_is_nested_or_flat() {
     assert_eq!((nested.rope.sections.clone(), nested.rotary_axes()), (vec![2, 3, 3], 3));
     assert_eq!(nested.rope.axis_of(), [0, 0, 1, 1, 1, 2, 2, 2]);
     let vision = nested.vision.unwrap();
-    assert_eq!((vision.depth, vision.num_heads, vision.full_attention), (4, 4, vec![1, 3]));
-    assert_eq!((vision.window, vision.preprocessor.factor()), (4, 28));
+    assert_eq!((vision.depth, vision.num_heads, vision.preprocessor.factor()), (4, 4, 28));
+    assert_eq!(vision.kind, TowerKind::Windowed { window: 4, full_attention: vec![1, 3] });
     assert_eq!((vision.image_token, vision.forbidden_tokens), (514, vec![514, 515]));
     let flat = qwen2_5_vl("qwen2_5_vl-tied", |_, _| ()).unwrap();
     assert!(flat.tie_word_embeddings && flat.rope.sections == [2, 3, 3]);
@@ -283,7 +283,7 @@ fn a_vision_models_configuration_is_nested_or_flat() {
 
 #[test]
 fn a_vision_model_that_cannot_be_served_is_refused_by_the_fields_name() {
-    let refused = |change: fn(&mut Value, &mut Value), says: &str| {
+    let refused = |change: Change, says: &str| {
         let error = qwen2_5_vl("qwen2_5_vl", change).unwrap_err().to_string();
         assert!(error.contains(says), "{error}");
     };
@@ -302,4 +302,66 @@ fn a_vision_model_that_cannot_be_served_is_refused_by_the_fields_name() {
     assert!(without.contains("no preprocessor_config.json"), "{without}");
     let text = refusal(&json!({"rope_parameters": {"rope_theta": 1e4, "mrope_section": [1, 1]}}));
     assert!(text.contains("mrope_section"), "{text}");
+}
+
+fn internvl(model: &str, change: impl FnOnce(&mut Value, &mut Value)) -> Result<ModelConfig> {
+    let path = format!("{}/tests/fixtures/{model}", env!("CARGO_MANIFEST_DIR"));
+    let mut files = crate::weights::ModelSource::parse(&path).unwrap().open().unwrap();
+    change(&mut files.config, files.preprocessor_config.as_mut().unwrap());
+    ModelConfig::from_files(&files)
+}
+
+#[test]
+fn internvl_has_two_layouts() {
+    let hub = internvl("internvl3", |_, _| ()).unwrap();
+    assert_eq!(hub.architecture_name(), "InternVLForConditionalGeneration");
+    assert!(hub.qkv_bias && !hub.qk_norm && hub.rotary_axes() == 1 && hub.rope.scaling == RopeScaling::None);
+    assert_eq!(hub.eos_token_ids, [0, 2]);
+    let own = internvl("internvl3-chat", |_, _| ()).unwrap();
+    assert_eq!(own.architecture_name(), "InternVLChatModel");
+    assert!(!own.qkv_bias && own.qk_norm, "the decoder is that of Qwen3");
+    assert_eq!(own.eos_token_ids, [0, 2], "the end of a turn, which only the tokenizer names, is among them");
+    for (config, tile_side, rows) in [(hub, 56, 17), (own, 84, 37)] {
+        let vision = config.vision.unwrap();
+        assert_eq!(vision.kind, TowerKind::Tiled { tile_side, norm_eps: 1e-6, qkv_bias: true });
+        assert_eq!((vision.image_token, vision.forbidden_tokens.clone()), (514, vec![514]));
+        assert_eq!((vision.tile_rows(), vision.patch()), (rows, [3, 1, 14, 14]));
+        assert_eq!(vision.most_tokens(), 13 * vision.fewest_tokens());
+        assert_eq!((vision.preprocessor.mean, vision.preprocessor.std[2]), ([0.485, 0.456, 0.406], 0.225));
+    }
+}
+
+#[test]
+fn internvl_that_cannot_be_served_is_refused_by_the_fields_name() {
+    let refused = |model: &str, change: Change, says: &str| {
+        let error = internvl(model, change).unwrap_err().to_string();
+        assert!(error.contains(says), "{error}");
+    };
+    let hub: [(Change, &str); 9] = [
+        (|config, _| config["vision_feature_layer"] = (-2).into(), "vision_feature_layer is -2; only -1"),
+        (|config, _| config["downsample_ratio"] = 0.25.into(), "downsample_ratio is 0.25; only 0.5"),
+        (|config, _| config["vision_config"]["use_qk_norm"] = true.into(), "vision_config.use_qk_norm is true"),
+        (|config, _| config["vision_config"]["norm_type"] = "rms_norm".into(), "vision_config.norm_type is rms_norm"),
+        (|config, _| config["vision_config"]["image_size"] = json!([84, 84]), "vision_config.image_size is 84 x 84"),
+        (|config, _| config["text_config"]["model_type"] = "llama".into(), "a decoder of the type llama"),
+        (|config, _| config["image_token_id"] = Value::Null, "image_token_id is missing"),
+        (|config, _| config["image_token_id"] = 600.into(), "image_token_id 600 is not below vocab_size 515"),
+        (
+            |_, preprocessor| {
+                preprocessor["image_processor_type"] = "Qwen2VLImageProcessor".into();
+                preprocessor["size"] = Value::Null;
+            },
+            "GotOcr2ImageProcessor",
+        ),
+    ];
+    hub.into_iter().for_each(|(change, says)| refused("internvl3", change, says));
+    let own: [(Change, &str); 6] = [
+        (|config, _| config["ps_version"] = "v1".into(), "ps_version is \"v1\"; only v2"),
+        (|config, _| config["ps_version"] = Value::Null, "ps_version is null; only v2"),
+        (|config, _| config["select_layer"] = (-4).into(), "select_layer is -4; only -1"),
+        (|config, _| config["use_thumbnail"] = false.into(), "use_thumbnail is false; only true"),
+        (|config, _| config["vision_config"]["qk_normalization"] = true.into(), "qk_normalization is true"),
+        (|config, _| config["max_dynamic_patch"] = 0.into(), "max_dynamic_patch is 0"),
+    ];
+    own.into_iter().for_each(|(change, says)| refused("internvl3-chat", change, says));
 }

@@ -1,26 +1,22 @@
 //! The vision tower's configuration, and how the model takes images in prompts.
 
-use serde::Deserialize;
 use serde_json::Value;
 
 use super::bad;
 use crate::error::Result;
-use crate::pixels::{Preprocessor, Sizing};
-use crate::types::TokenId;
+use crate::pixels::{PictureSize, Preprocessor, Sizing};
+use crate::types::{Picture, TokenId};
 
-/// The vision tower of Qwen2.5-VL, and the tokens that stand for images.
+/// A vision tower, and the tokens that stand for images.
 #[derive(Clone, Debug, PartialEq)]
 pub struct VisionConfig {
+    pub kind: TowerKind,
     pub depth: usize,
     pub hidden_size: usize,
     pub num_heads: usize,
     pub intermediate_size: usize,
     /// How pictures are resized, cut into patches and normalised.
     pub preprocessor: Preprocessor,
-    /// Tokens of a window's side.
-    pub window: usize,
-    /// The blocks whose attention sees the whole image; that of all others sees a window.
-    pub full_attention: Vec<usize>,
     /// Width of an embedding: the decoder's hidden size.
     pub output_size: usize,
     /// The token that stands for one token of an image.
@@ -29,119 +25,45 @@ pub struct VisionConfig {
     pub forbidden_tokens: Vec<TokenId>,
 }
 
-/// `vision_config` of `config.json`, with the defaults of transformers' `Qwen2_5_VLVisionConfig`.
-#[derive(Deserialize)]
-struct RawVision {
-    depth: Option<usize>,
-    hidden_size: Option<usize>,
-    hidden_act: Option<String>,
-    intermediate_size: Option<usize>,
-    num_heads: Option<usize>,
-    in_channels: Option<usize>,
-    in_chans: Option<usize>,
-    patch_size: Option<usize>,
-    spatial_patch_size: Option<usize>,
-    spatial_merge_size: Option<usize>,
-    temporal_patch_size: Option<usize>,
-    window_size: Option<usize>,
-    out_hidden_size: Option<usize>,
-    fullatt_block_indexes: Option<Vec<usize>>,
+/// By what the supported towers differ.
+#[derive(Clone, Debug, PartialEq)]
+pub enum TowerKind {
+    /// That of Qwen2.5-VL, which takes a picture whole.
+    Windowed {
+        /// Tokens of a window's side.
+        window: usize,
+        /// The blocks whose attention sees the whole image; that of all others sees a window.
+        full_attention: Vec<usize>,
+    },
+    /// InternViT, which takes each tile of a picture alone.
+    Tiled {
+        /// Pixels of a tile's side.
+        tile_side: usize,
+        /// Epsilon of the blocks' norms.
+        norm_eps: f32,
+        /// Whether queries, keys and values have biases.
+        qkv_bias: bool,
+    },
 }
 
-/// Fields of `config.json` that name tokens which stand for images and videos, with transformers' defaults.
-const PLACEHOLDERS: [(&str, u64); 2] = [("image_token_id", 151_655), ("video_token_id", 151_656)];
-
 impl VisionConfig {
-    /// From `config.json` of Qwen2.5-VL, whose decoder has this hidden size and vocabulary.
-    ///
     /// # Errors
-    /// `Config`: a field that is not supported or does not agree with the decoder or the preprocessor, by name.
-    pub(super) fn parse(
-        config: &Value,
-        preprocessor: Preprocessor,
-        hidden_size: usize,
-        vocab_size: usize,
-    ) -> Result<Self> {
-        let raw: RawVision = serde_json::from_value(config["vision_config"].clone())
-            .map_err(|e| bad(format!("config.json: vision_config: {e}")))?;
-        if let Some(act) = raw.hidden_act.as_deref().filter(|act| *act != "silu") {
-            return Err(bad(format!("config.json: vision_config.hidden_act is {act}; only silu is supported")));
-        }
-        let channels = raw.in_channels.or(raw.in_chans).unwrap_or(3);
-        if channels != 3 {
-            return Err(bad(format!("config.json: vision_config.in_channels is {channels}; only 3 is supported")));
-        }
-        let patch_size = raw.patch_size.or(raw.spatial_patch_size).unwrap_or(14);
-        let merge_size = raw.spatial_merge_size.unwrap_or(2);
-        let frames = raw.temporal_patch_size.unwrap_or(2);
-        for (name, of_tower, of_preprocessor) in [
-            ("patch_size", patch_size, preprocessor.patch_size),
-            ("spatial_merge_size", merge_size, preprocessor.merge_size),
-            ("temporal_patch_size", frames, preprocessor.temporal_patch_size),
-        ] {
-            if of_tower != of_preprocessor as usize {
-                return Err(bad(format!(
-                    "config.json: vision_config.{name} is {of_tower}, but the preprocessor's configuration has \
-                     {of_preprocessor}"
-                )));
-            }
-        }
-        let window_pixels = raw.window_size.unwrap_or(112);
-        let mut forbidden_tokens = Vec::new();
-        for (name, default) in PLACEHOLDERS {
-            let token = config[name].as_u64().unwrap_or(default);
-            if token >= vocab_size as u64 {
-                return Err(bad(format!("config.json: {name} {token} is not below vocab_size {vocab_size}")));
-            }
-            forbidden_tokens.push(token as TokenId);
-        }
-        let image_token = forbidden_tokens[0];
-        forbidden_tokens.sort_unstable();
-        forbidden_tokens.dedup();
-        let this = Self {
-            depth: raw.depth.unwrap_or(32),
-            hidden_size: raw.hidden_size.unwrap_or(1280),
-            num_heads: raw.num_heads.unwrap_or(16),
-            intermediate_size: raw.intermediate_size.unwrap_or(3420),
-            preprocessor,
-            window: window_pixels.checked_div(merge_size * patch_size).unwrap_or(0),
-            full_attention: raw.fullatt_block_indexes.unwrap_or_else(|| vec![7, 15, 23, 31]),
-            output_size: raw.out_hidden_size.unwrap_or(3584),
-            image_token,
-            forbidden_tokens,
-        };
-        this.check(hidden_size)?;
-        Ok(this)
-    }
-
-    fn check(&self, hidden_size: usize) -> Result<()> {
+    /// `Config`: a size that no tower can have.
+    pub(super) fn check(&self) -> Result<()> {
         let positive = [
-            ("depth", self.depth),
+            ("the number of blocks", self.depth),
             ("hidden_size", self.hidden_size),
-            ("num_heads", self.num_heads),
+            ("the number of heads", self.num_heads),
             ("intermediate_size", self.intermediate_size),
-            ("window_size", self.window),
         ];
         if let Some((name, _)) = positive.into_iter().find(|&(_, n)| n == 0) {
-            return Err(bad(format!("config.json: vision_config.{name} is 0 or too small")));
+            return Err(bad(format!("config.json: vision_config: {name} is 0")));
         }
         if !self.hidden_size.is_multiple_of(4 * self.num_heads) {
             let (hidden, heads) = (self.hidden_size, self.num_heads);
             return Err(bad(format!(
                 "config.json: vision_config has {heads} heads for a hidden size of {hidden}; a head's width must be a \
                  multiple of 4"
-            )));
-        }
-        if let Some(block) = self.full_attention.iter().find(|block| **block >= self.depth) {
-            return Err(bad(format!(
-                "config.json: vision_config.fullatt_block_indexes names block {block} of {}",
-                self.depth
-            )));
-        }
-        if self.output_size != hidden_size {
-            return Err(bad(format!(
-                "config.json: vision_config.out_hidden_size is {}, but the decoder's hidden_size is {hidden_size}",
-                self.output_size
             )));
         }
         Ok(())
@@ -167,13 +89,31 @@ impl VisionConfig {
         [3, temporal_patch_size as usize, patch_size as usize, patch_size as usize]
     }
 
+    /// Pixels of a tile's side; `None` for a tower that takes pictures whole.
+    pub fn tile_side(&self) -> Option<usize> {
+        match self.kind {
+            TowerKind::Windowed { .. } => None,
+            TowerKind::Tiled { tile_side, .. } => Some(tile_side),
+        }
+    }
+
+    /// Fewest tokens of a picture: those of a tile, where there are tiles.
+    pub fn fewest_tokens(&self) -> usize {
+        self.tile_side().map_or(1, |side| (side / self.token_side()).pow(2))
+    }
+
+    /// Rows of a tile in the tower that takes tiles alone: its patches, and the class token.
+    pub fn tile_rows(&self) -> usize {
+        self.fewest_tokens() * self.unit() + 1
+    }
+
     /// Most tokens of a picture that the preprocessor makes.
     pub fn most_tokens(&self) -> usize {
         match self.preprocessor.sizing {
             Sizing::Area { max_pixels, .. } => {
                 usize::try_from(max_pixels).unwrap_or(usize::MAX) / self.token_side().pow(2)
             }
-            Sizing::Tiles { .. } => 0,
+            Sizing::Tiles { .. } => self.preprocessor.most_tiles() as usize * self.fewest_tokens(),
         }
     }
 
@@ -182,11 +122,31 @@ impl VisionConfig {
         self.preprocessor.factor() as usize
     }
 
-    /// Rows and columns of the tokens of a picture of this size, which has one tile; `None` if its sides are not
-    /// multiples of [`VisionConfig::token_side`].
-    pub fn grid(&self, width: u32, height: u32) -> Option<[usize; 2]> {
-        let side = self.token_side();
-        let sides = [height as usize, width as usize];
-        sides.iter().all(|pixels| *pixels > 0 && pixels.is_multiple_of(side)).then(|| sides.map(|pixels| pixels / side))
+    /// Rows and columns of the tokens of a picture, whose tiles are one below the other.
+    ///
+    /// # Errors
+    /// `InvalidArgument` for `field` if no picture of this model has its size.
+    pub fn grid(&self, field: &str, picture: &Picture) -> Result<[usize; 2]> {
+        let (width, height, tiles) = (picture.width(), picture.height(), picture.tiles());
+        let tokens = self.preprocessor.tokens(field, PictureSize { width, height, tiles })?;
+        let columns = width as usize / self.token_side();
+        Ok([tokens / columns, columns])
     }
+}
+
+/// The file of a model's preprocessor.
+pub(super) fn preprocessor(config: Option<&Value>) -> Result<Preprocessor> {
+    let missing = || bad("the model has a vision tower, but no preprocessor_config.json; download it again".into());
+    Preprocessor::parse("preprocessor_config.json", config.ok_or_else(missing)?)
+}
+
+/// The token of this number in the field `name` of `config.json`, or `default` where the field is absent.
+pub(super) fn token(config: &Value, name: &str, default: Option<u64>, vocab_size: usize) -> Result<TokenId> {
+    let Some(token) = config[name].as_u64().or(default) else {
+        return Err(bad(format!("config.json: {name} is missing, the token that stands for images in prompts")));
+    };
+    if token >= vocab_size as u64 {
+        return Err(bad(format!("config.json: {name} {token} is not below vocab_size {vocab_size}")));
+    }
+    Ok(token as TokenId)
 }

@@ -1,77 +1,59 @@
-//! The vision tower of Qwen2.5-VL: from the pixels of a picture to one embedding per token.
+//! Vision towers: from the pixels of a picture to one embedding per token.
 //!
 //! Pictures are encoded one at a time and never see each other, so a picture's embeddings depend on its pixels and the
-//! weights alone. Its rows run through the layers in chunks of whole windows; a row's bits do not depend on the chunk.
+//! weights alone. Its rows run through the layers in chunks of whole windows or tiles; a row's bits do not depend on
+//! the chunk.
 
-mod block;
-mod chunks;
-mod geometry;
+mod intern_vit;
+mod qwen2_5_vl;
 mod workspace;
 
-use rollout_kernels::{Ops, Patches};
+use rollout_kernels::Ops;
 
-use self::block::{NORM_EPS, TowerBlock, TowerContext};
-use self::chunks::{Chunk, PictureIndices};
-use self::geometry::Geometry;
-use super::config::{RopeConfig, RopeScaling, VisionConfig};
-use super::layers::{Build, Linear, Norm, Projection};
+use self::intern_vit::InternVit;
+use self::qwen2_5_vl::WindowedTower;
+use super::config::{TowerKind, VisionConfig};
+use super::layers::Build;
 use super::parameterized::Parameterized;
-use super::rope::RopeTables;
 use crate::comm::Communicator;
 use crate::error::Result;
-use crate::types::{Picture, PictureEncode};
-use crate::weights::ShardRule;
+use crate::types::PictureEncode;
 
 pub use workspace::{TowerShape, TowerWorkspace};
 
-/// Base of the tower's rotary frequencies.
-const ROPE_THETA: f64 = 10_000.0;
-
 /// This rank's part of a vision tower.
-pub struct Tower {
-    config: VisionConfig,
-    patch_embed: Linear,
-    blocks: Vec<TowerBlock>,
-    merger_norm: Norm,
-    merger_up: Linear,
-    merger_down: Linear,
-    rope: RopeTables,
-    /// Mean and standard deviation of each channel, for pixels from 0 to 255.
-    mean: [f32; 3],
-    std: [f32; 3],
+pub struct Tower(Box<dyn Encode>);
+
+/// The layers of one family's tower.
+trait Encode: Parameterized + Send + Sync {
+    /// See [`Tower::encode`].
+    fn encode(
+        &self,
+        ops: &Ops,
+        comm: &dyn Communicator,
+        workspace: &mut TowerWorkspace,
+        encode: &PictureEncode,
+    ) -> Result<()>;
 }
 
 impl Tower {
     /// A tower for pictures of at most `max_image_tokens` tokens. Its matrices have no memory until they are restored.
     pub fn new(config: &VisionConfig, build: &Build, max_image_tokens: usize) -> Result<Self> {
-        let (hidden, merged) = (config.hidden_size, config.unit() * config.hidden_size);
-        let linear = |name: &str, rows: usize, columns: &[usize], bias: bool| {
-            let name = format!("visual.{name}");
-            Linear::by_rows(build, vec![Projection { name, rows, rule: ShardRule::PaddedRows, bias }], columns)
-        };
-        let frequencies = config.head_dim() / 4;
-        let rope = RopeConfig { theta: ROPE_THETA, scaling: RopeScaling::None, sections: vec![frequencies; 2] };
-        // Rows and columns have the same frequencies.
-        let inv_freq = rope.inv_freq(config.head_dim() / 2).repeat(2);
-        let longest_side = max_image_tokens * config.merge_size();
-        Ok(Self {
-            patch_embed: linear("patch_embed.proj", hidden, &config.patch(), false)?,
-            blocks: (0..config.depth).map(|index| TowerBlock::new(config, build, index)).collect::<Result<_>>()?,
-            merger_norm: Norm::new(build, "visual.merger.ln_q.weight".into(), hidden, NORM_EPS)?,
-            merger_up: linear("merger.mlp.0", merged, &[merged], true)?,
-            merger_down: linear("merger.mlp.2", config.output_size, &[merged], true)?,
-            rope: RopeTables::new(&build.device, &inv_freq, rope.axis_of(), longest_side)?,
-            mean: config.preprocessor.mean_times_255(),
-            std: config.preprocessor.std_times_255(),
-            config: config.clone(),
-        })
+        Ok(Self(match &config.kind {
+            TowerKind::Windowed { window, full_attention } => {
+                Box::new(WindowedTower::new(config, *window, full_attention, build, max_image_tokens)?)
+            }
+            TowerKind::Tiled { norm_eps, qkv_bias, .. } => {
+                Box::new(InternVit::new(config, *norm_eps, *qkv_bias, build)?)
+            }
+        }))
     }
 
     /// Runs some blocks over a picture, whose earlier blocks the last calls have run. The last block leaves the
     /// picture's embeddings in the workspace.
     ///
     /// # Panics
-    /// If the picture's sides are not whole tokens, or the workspace is too small for it.
+    /// If no picture of the model has the picture's size, or the workspace is too small for it.
     pub fn encode(
         &self,
         ops: &Ops,
@@ -79,137 +61,16 @@ impl Tower {
         workspace: &mut TowerWorkspace,
         encode: &PictureEncode,
     ) -> Result<()> {
-        let picture = &encode.picture;
-        let grid = self.config.grid(picture.width(), picture.height()).expect("pictures of whole tokens are accepted");
-        let geometry = Geometry::new(&self.config, grid);
-        let indices = PictureIndices::new(&geometry, workspace.chunk_rows());
-        let sequences = indices.sequences();
-        let chunks = indices.prepare(ops, &geometry, &sequences)?;
-        let context = TowerContext { ops, comm, rope: &self.rope };
-        if encode.blocks.start == 0 {
-            self.embed_patches(&context, workspace, picture, &geometry, &chunks)?;
-        }
-        for index in encode.blocks.clone() {
-            match self.config.full_attention.contains(&index) {
-                true => self.run_whole(index, &context, workspace, &chunks)?,
-                false => self.run_windows(index, &context, workspace, &chunks)?,
-            }
-        }
-        if encode.blocks.end == self.blocks.len() {
-            self.merge(&context, workspace, &geometry, &chunks, encode.rows.start)?;
-        }
-        Ok(())
-    }
-
-    fn embed_patches(
-        &self,
-        context: &TowerContext<'_>,
-        workspace: &TowerWorkspace,
-        picture: &Picture,
-        geometry: &Geometry,
-        chunks: &[Chunk<'_>],
-    ) -> Result<()> {
-        for chunk in chunks {
-            let (buffers, hidden) = workspace.rows(&chunk.rows)?;
-            let [_, frames, side, _] = self.config.patch();
-            let patches = Patches {
-                rgb: picture.rgb(),
-                width: picture.width() as usize,
-                side,
-                frames,
-                mean: self.mean,
-                std: self.std,
-                corners: &geometry.corners[chunk.rows.clone()],
-            };
-            context.ops.patches(&patches, &buffers.patches)?;
-            self.patch_embed.forward(context.ops, &buffers.patches, &buffers.delta.local)?;
-            buffers.delta.gather(context.comm)?;
-            let rows: Vec<u32> = (0..chunk.rows.len() as u32).collect();
-            context.ops.put_rows(&buffers.delta.whole, &rows, &hidden)?;
-        }
-        Ok(())
-    }
-
-    /// A block whose attention sees windows.
-    fn run_windows(
-        &self,
-        index: usize,
-        context: &TowerContext<'_>,
-        workspace: &mut TowerWorkspace,
-        chunks: &[Chunk<'_>],
-    ) -> Result<()> {
-        let block = &self.blocks[index];
-        for chunk in chunks {
-            let (buffers, hidden) = workspace.rows(&chunk.rows)?;
-            let queries = block.project(context, &chunk.windows, &hidden, &buffers, &mut workspace.kv)?;
-            block.attend(context, &chunk.windows, &queries, &hidden, &buffers, &workspace.kv)?;
-        }
-        Ok(())
-    }
-
-    /// A block whose attention sees the whole picture: first the keys and values of all rows, then their attention.
-    fn run_whole(
-        &self,
-        index: usize,
-        context: &TowerContext<'_>,
-        workspace: &mut TowerWorkspace,
-        chunks: &[Chunk<'_>],
-    ) -> Result<()> {
-        let block = &self.blocks[index];
-        for chunk in chunks {
-            let (buffers, hidden) = workspace.rows(&chunk.rows)?;
-            let queries = block.project(context, &chunk.whole, &hidden, &buffers, &mut workspace.kv)?;
-            let rows: Vec<u32> = chunk.rows.clone().map(|row| row as u32).collect();
-            context.ops.put_rows(&queries, &rows, &workspace.queries)?;
-        }
-        for chunk in chunks {
-            let (buffers, hidden) = workspace.rows(&chunk.rows)?;
-            let queries = workspace.queries.narrow(0, chunk.rows.start, chunk.rows.len())?;
-            block.attend(context, &chunk.whole, &queries, &hidden, &buffers, &workspace.kv)?;
-        }
-        Ok(())
-    }
-
-    /// Makes one embedding of the patches of each token, and puts them in the picture's order into the rows from
-    /// `first_row` on.
-    fn merge(
-        &self,
-        context: &TowerContext<'_>,
-        workspace: &TowerWorkspace,
-        geometry: &Geometry,
-        chunks: &[Chunk<'_>],
-        first_row: usize,
-    ) -> Result<()> {
-        let (ops, unit) = (context.ops, self.config.unit());
-        for chunk in chunks {
-            let (buffers, hidden) = workspace.rows(&chunk.rows)?;
-            let tokens = chunk.rows.start / unit..chunk.rows.end / unit;
-            self.merger_norm.forward(ops, &hidden, &buffers.normed)?;
-            let merged = buffers.normed.reshape((tokens.len(), unit * self.config.hidden_size))?;
-            self.merger_up.forward(ops, &merged, &buffers.merged.local)?;
-            ops.gelu(&buffers.merged.local)?;
-            buffers.merged.gather(context.comm)?;
-            self.merger_down.forward(ops, &buffers.merged.whole, &buffers.embeddings.local)?;
-            buffers.embeddings.gather(context.comm)?;
-            let rows: Vec<u32> = geometry.tokens[tokens].iter().map(|token| first_row as u32 + token).collect();
-            ops.put_rows(&buffers.embeddings.whole, &rows, workspace.embeddings())?;
-        }
-        Ok(())
+        self.0.encode(ops, comm, workspace, encode)
     }
 }
 
 impl Parameterized for Tower {
     fn parts(&self) -> Vec<&dyn Parameterized> {
-        let mut parts: Vec<&dyn Parameterized> = vec![&self.patch_embed];
-        parts.extend(self.blocks.iter().map(|block| block as &dyn Parameterized));
-        parts.extend([&self.merger_norm as &dyn Parameterized, &self.merger_up, &self.merger_down]);
-        parts
+        self.0.parts()
     }
 
     fn parts_mut(&mut self) -> Vec<&mut dyn Parameterized> {
-        let mut parts: Vec<&mut dyn Parameterized> = vec![&mut self.patch_embed];
-        parts.extend(self.blocks.iter_mut().map(|block| block as &mut dyn Parameterized));
-        parts.extend([&mut self.merger_norm as &mut dyn Parameterized, &mut self.merger_up, &mut self.merger_down]);
-        parts
+        self.0.parts_mut()
     }
 }

@@ -96,7 +96,8 @@ fn tokens_are_counted_and_bounded() {
     assert_eq!(tokens(1148, 868, 1).unwrap(), 41 * 31);
     for (width, height, tiles) in [(28, 57, 1), (30, 56, 1), (28, 28, 2), (0, 28, 1), (28, 28, 0)] {
         let error = tokens(width, height, tiles).unwrap_err().to_string();
-        assert!(error.starts_with("images[0]: ") && error.contains("multiples of 28"), "{error}");
+        let reason = if tiles == 1 { "multiples of 28" } else { "pictures are whole" };
+        assert!(error.starts_with("images[0]: ") && error.contains(reason), "{error}");
     }
     let limited = preprocessor.with_max_tokens(1280);
     for size in [(4000, 3000), (100, 16000), (16000, 100), (28, 28)] {

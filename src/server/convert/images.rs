@@ -68,9 +68,9 @@ fn picture(image: GivenImage, rules: &ImageRules, charge: &mut Charge) -> Result
     let GivenImage { path, source } = image;
     let picture = match source {
         None => return Err(Error::invalid(path, "has no source; give pixels, or an encoded file")),
-        Some(Source::Pixels(pb::Pixels { width, height, rgb })) => {
+        Some(Source::Pixels(pb::Pixels { width, height, rgb, tiles })) => {
             charge.grow(rgb.len() as u64)?;
-            Picture::new(&path, width, height, 1, rgb)?
+            Picture::new(&path, width, height, tiles.unwrap_or(1), rgb)?
         }
         Some(Source::Encoded(file)) => {
             let header = Header::read(&path, &file)?;
@@ -81,20 +81,15 @@ fn picture(image: GivenImage, rules: &ImageRules, charge: &mut Charge) -> Result
             picture
         }
     };
-    let (width, height) = (picture.width(), picture.height());
-    let side = rules.vision.token_side();
-    let Some(grid) = rules.vision.grid(width, height) else {
-        let message = format!(
-            "{width} x {height} pixels are not multiples of {side}; send the pixels that the model's processor makes"
-        );
-        return Err(Error::invalid(path, message));
-    };
+    let grid = rules.vision.grid(&path, &picture)?;
     let (tokens, most) = (grid[0] * grid[1], rules.most_tokens);
+    let tiles = if picture.tiles() > 1 { format!("{} x ", picture.tiles()) } else { String::new() };
+    let size = format!("{tiles}{} x {} pixels", picture.width(), picture.height());
     let advice = match most < rules.vision.most_tokens() {
         true => "send a smaller image, or raise --max-image-tokens",
         false => "send a smaller image: the model's processor makes none of more",
     };
-    ensure!(tokens <= most, path, "{width} x {height} pixels are {tokens} tokens, more than {most}; {advice}");
+    ensure!(tokens <= most, path, "{size} are {tokens} tokens, more than {most}; {advice}");
     Ok((picture, grid))
 }
 

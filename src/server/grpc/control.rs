@@ -113,6 +113,7 @@ fn image_info(rules: &ImageRules) -> pb::ImageInfo {
         token_side: count(rules.vision.token_side()),
         placeholder: rules.vision.image_token,
         forbidden_token_ids: rules.vision.forbidden_tokens.clone(),
+        tile_side: count(rules.vision.tile_side().unwrap_or(0)),
     }
 }
 

@@ -134,6 +134,7 @@ fn prompt_image(image: &PromptImage) -> pb::PromptImage {
         height: image.picture.height(),
         first_token: image.placeholders.start as u32,
         tokens: image.placeholders.len() as u32,
+        tiles: image.picture.tiles(),
     }
 }
 

@@ -16,6 +16,7 @@ use utoipa::ToSchema;
 
 use super::openai::answers::Null;
 use crate::error::{Error, Result};
+use crate::pixels::PictureSize;
 use crate::server::pb;
 use crate::server::state::ImageRules;
 use crate::types::{Picture, Prompt, PromptImage, TokenId};
@@ -142,9 +143,10 @@ fn check_placeholders(
         return Err(Error::invalid(path, message));
     }
     // A size that the model does not take is rejected when the message is checked.
-    match rules.vision.grid(pixels.width, pixels.height) {
-        Some([rows, columns]) if rows * columns != *length => {
-            Err(Error::invalid(path, format!("has {length} tokens; the picture has {}", rows * columns)))
+    let (width, height, tiles) = (pixels.width, pixels.height, pixels.tiles.unwrap_or(1));
+    match rules.preprocessor.tokens(&path, PictureSize { width, height, tiles }) {
+        Ok(tokens) if tokens != *length => {
+            Err(Error::invalid(path, format!("has {length} tokens; the picture has {tokens}")))
         }
         _ => Ok(()),
     }
@@ -192,10 +194,7 @@ impl<'de> Deserialize<'de> for SentPicture {
         };
         let size = |i: usize| u32::from_le_bytes([sizes[i], sizes[i + 1], sizes[i + 2], sizes[i + 3]]);
         let (tiles, width, height) = (size(0), size(4), size(8));
-        if tiles != 1 {
-            return Err(de::Error::custom(format!("has {tiles} tiles; the model's pictures have one")));
-        }
         rgb.drain(..SIZES);
-        Ok(Self { hash, pixels: pb::Pixels { width, height, rgb } })
+        Ok(Self { hash, pixels: pb::Pixels { width, height, rgb, tiles: Some(tiles) } })
     }
 }

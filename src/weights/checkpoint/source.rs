@@ -5,6 +5,7 @@ use std::io::ErrorKind;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
+use serde::Deserialize;
 use serde_json::Value;
 
 use super::gguf::{GgufCheckpoint, GgufMetadata};
@@ -12,6 +13,7 @@ use super::hub;
 use super::safetensors::SafetensorsCheckpoint;
 use super::{Checkpoint, is_there, unreadable};
 use crate::error::{Error, Result};
+use crate::types::TokenId;
 
 /// The model that `--model` names.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -50,6 +52,33 @@ pub enum TokenizerFiles {
     },
     /// The metadata of a GGUF file.
     Gguf(Arc<GgufMetadata>),
+}
+
+impl TokenizerFiles {
+    /// The ids of these tokens among those that were added to the vocabulary of `tokenizer.json`; `None` for each that
+    /// is not there, as all are in a GGUF file.
+    ///
+    /// # Errors
+    /// `Config` if the file cannot be read or is not a tokenizer's.
+    pub fn added_tokens<const N: usize>(&self, texts: [&str; N]) -> Result<[Option<TokenId>; N]> {
+        let Self::HuggingFace { tokenizer_json, .. } = self else { return Ok([None; N]) };
+        let AddedTokens { added_tokens } = serde_json::from_value(read_json(tokenizer_json)?)
+            .map_err(|e| Error::Config(format!("{}: {e}", tokenizer_json.display())))?;
+        Ok(texts.map(|text| added_tokens.iter().find(|token| token.content == text).map(|token| token.id)))
+    }
+}
+
+/// The part of `tokenizer.json` that has the tokens beside the vocabulary.
+#[derive(Deserialize)]
+struct AddedTokens {
+    #[serde(default)]
+    added_tokens: Vec<AddedToken>,
+}
+
+#[derive(Deserialize)]
+struct AddedToken {
+    id: TokenId,
+    content: String,
 }
 
 impl ModelSource {

@@ -10,6 +10,8 @@ use std::collections::HashMap;
 
 use crate::error::Result;
 
+use names::VisionNames;
+
 pub use names::is_of_tower;
 pub(in crate::weights) use names::{
     EMBEDDING, ParameterMapping, canonical, largest_tensor_bytes, nearest, resolve, stored_parameters,
@@ -28,7 +30,8 @@ pub struct Parameters {
     dtype: Dtype,
     world: usize,
     tied_head: bool,
-    has_tower: bool,
+    /// `None` for a model of text alone.
+    vision_names: Option<&'static VisionNames>,
 }
 
 impl Parameters {
@@ -36,8 +39,8 @@ impl Parameters {
     /// embedding: `lm_head.weight` is another name of `model.embed_tokens.weight`, and no parameter of its own.
     pub fn new(specs: Vec<ParamSpec>, dtype: Dtype, world: usize, tied_head: bool) -> Self {
         let index = specs.iter().enumerate().map(|(i, spec)| (spec.name.clone(), i)).collect();
-        let has_tower = specs.iter().any(|spec| is_of_tower(&spec.name));
-        Self { specs, index, dtype, world, tied_head, has_tower }
+        let vision_names = specs.iter().find_map(|spec| VisionNames::of_parameter(&spec.name));
+        Self { specs, index, dtype, world, tied_head, vision_names }
     }
 
     pub fn iter(&self) -> impl Iterator<Item = &ParamSpec> {
@@ -72,9 +75,9 @@ impl Parameters {
         self.tied_head
     }
 
-    /// Whether some parameters are those of a vision tower.
-    pub fn has_tower(&self) -> bool {
-        self.has_tower
+    /// The names of a model with a vision tower; `None` for a model of text alone.
+    fn vision_names(&self) -> Option<&'static VisionNames> {
+        self.vision_names
     }
 
     /// Bytes that a parameter takes in the serving dtype on all ranks together. Parts that several ranks hold count for

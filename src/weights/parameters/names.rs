@@ -10,9 +10,7 @@ const WRAPPERS: [&str; 4] = ["_fsdp_wrapped_module", "_orig_mod", "_checkpoint_w
 /// Fused projections: the name of the matrix that some trainers keep, and the projections in it, one below the other.
 const FUSED: [(&str, &[&str]); 2] =
     [("qkv_proj", &["q_proj", "k_proj", "v_proj"]), ("gate_up_proj", &["gate_proj", "up_proj"])];
-/// The beginning of the names of a vision tower's parameters.
-const TOWER: &str = "visual.";
-/// The fused projections of a vision tower's attention, which all layouts store so.
+/// The fused projections of a vision tower's attention, and the parameters of it.
 const TOWER_ATTENTION: (&str, [&str; 3]) = ("qkv", ["q_proj", "k_proj", "v_proj"]);
 /// Endings of the names of buffers that some trainers send with the parameters. The model needs none of them, because
 /// its configuration determines them.
@@ -20,19 +18,93 @@ const BUFFERS: [&str; 1] = ["rotary_emb.inv_freq"];
 const HEAD: &str = "lm_head.weight";
 pub(in crate::weights) const EMBEDDING: &str = "model.embed_tokens.weight";
 
-/// Whether a parameter is of the vision tower.
+/// Whether a parameter is of a vision tower, or of the projector behind it.
 pub fn is_of_tower(parameter: &str) -> bool {
-    parameter.starts_with(TOWER)
+    VisionNames::of_parameter(parameter).is_some() || parameter.starts_with(PROJECTOR)
 }
 
-/// Beginnings of the names of a model with a vision tower, in memory as trainers push them or as vLLM has them, and
-/// those of the parameters.
-const VISION_LAYOUTS: [(&str, &str); 4] = [
-    ("model.language_model.", "model."),
-    ("model.visual.", "visual."),
-    ("language_model.model.", "model."),
-    ("language_model.lm_head", "lm_head"),
-];
+/// The names of a model with a vision tower: in checkpoints, in memory as trainers push them, and as vLLM has them.
+#[derive(Debug)]
+pub(super) struct VisionNames {
+    /// Beginning of the names of the tower's parameters.
+    tower: &'static str,
+    /// Beginnings of names on disk, and those of the parameters.
+    stored: &'static [(&'static str, &'static str)],
+    /// Further beginnings of names, which trainers and vLLM have.
+    sent: &'static [(&'static str, &'static str)],
+    /// A beginning of names, as the parameters have it, behind which segments have other names, with these segments.
+    segments: Option<(&'static str, &'static [(&'static str, &'static str)])>,
+}
+
+const QWEN2_5_VL: VisionNames = VisionNames {
+    tower: "visual.",
+    stored: &[],
+    sent: &[
+        ("model.language_model.", "model."),
+        ("model.visual.", "visual."),
+        ("language_model.model.", "model."),
+        ("language_model.lm_head", "lm_head"),
+    ],
+    segments: None,
+};
+
+/// The parameters have the names of transformers' checkpoints. InternVL's own code has others for the tower
+/// (`vision_model`) and for the projector (`mlp1`).
+const INTERNVL: VisionNames = VisionNames {
+    tower: "vision_tower.",
+    stored: &[
+        ("language_model.model.", "model."),
+        ("language_model.lm_head", "lm_head"),
+        ("vision_model.", "vision_tower."),
+        ("mlp1.0", "multi_modal_projector.layer_norm"),
+        ("mlp1.1", "multi_modal_projector.linear_1"),
+        ("mlp1.3", "multi_modal_projector.linear_2"),
+    ],
+    sent: &[
+        ("model.language_model.", "model."),
+        ("model.vision_tower.", "vision_tower."),
+        ("model.multi_modal_projector.", "multi_modal_projector."),
+    ],
+    segments: Some((
+        "vision_tower.",
+        &[
+            ("class_embedding", "cls_token"),
+            ("position_embedding", "position_embeddings"),
+            ("patch_embedding", "patch_embeddings.projection"),
+            ("layers", "layer"),
+            ("norm1", "layernorm_before"),
+            ("norm2", "layernorm_after"),
+            ("attn", "attention"),
+            ("proj", "projection_layer"),
+            ("ls1", "lambda_1"),
+            ("ls2", "lambda_2"),
+        ],
+    )),
+};
+
+/// The beginning of the names of a projector's parameters, which Qwen's tower has within.
+const PROJECTOR: &str = "multi_modal_projector.";
+const VISION_NAMES: [&VisionNames; 2] = [&QWEN2_5_VL, &INTERNVL];
+
+impl VisionNames {
+    /// Those of a model that has a parameter of this name, if it is one of a vision tower.
+    pub fn of_parameter(name: &str) -> Option<&'static Self> {
+        VISION_NAMES.into_iter().find(|names| name.starts_with(names.tower))
+    }
+
+    /// The parameter's or module's name for one that begins with one of `prefixes`.
+    fn renamed<'a>(&self, name: &'a str, prefixes: impl IntoIterator<Item = &'a [(&'a str, &'a str)]>) -> Cow<'a, str> {
+        let prefixes = prefixes.into_iter().flatten();
+        let found = prefixes.into_iter().find_map(|(prefix, own)| Some((name.strip_prefix(prefix)?, own)));
+        let name = found.map_or(Cow::Borrowed(name), |(rest, own)| Cow::Owned(format!("{own}{rest}")));
+        let Some((prefix, segments)) = self.segments.filter(|(prefix, _)| name.starts_with(prefix)) else {
+            return name;
+        };
+        let rename = |segment| segments.iter().find(|(other, _)| *other == segment).map_or(segment, |(_, own)| *own);
+        let renamed: Vec<&str> = name[prefix.len()..].split('.').map(rename).collect();
+        Cow::Owned(format!("{prefix}{}", renamed.join(".")))
+    }
+}
 
 /// The parameters of the model that one pushed tensor brings.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -74,9 +146,17 @@ pub(in crate::weights) fn resolve(name: &str, parameters: &Parameters) -> Option
     fused(&name, parameters)
 }
 
-/// The name of a module or parameter as checkpoints have it.
+/// The name of a module or parameter, given one that checkpoints, trainers or vLLM have for it.
 pub(in crate::weights) fn canonical<'a>(name: &'a str, parameters: &Parameters) -> Cow<'a, str> {
-    if parameters.has_tower() { with_own_prefix(name) } else { Cow::Borrowed(name) }
+    parameters.vision_names().map_or(Cow::Borrowed(name), |names| names.renamed(name, [names.sent, names.stored]))
+}
+
+/// The parameters' names of a tensor of a checkpoint, which has them one below the other: one, or several of equal
+/// size.
+pub(in crate::weights) fn stored_parameters(name: &str) -> Vec<String> {
+    let renamed = |names: &&VisionNames| names.renamed(name, [names.sent, names.stored]);
+    let name = VISION_NAMES.iter().map(renamed).find(|own| own != name).unwrap_or(Cow::Borrowed(name));
+    stored_together(&name).unwrap_or_else(|| vec![name.into_owned()])
 }
 
 /// A parameter's name without the segments that wrappers add to it.
@@ -93,7 +173,7 @@ fn plain_name(name: &str) -> String {
 fn fused(name: &str, parameters: &Parameters) -> Option<ParameterMapping> {
     let (module, kind) = name.rsplit_once('.')?;
     let (block, fused) = module.rsplit_once('.')?;
-    let is_tower = parameters.has_tower() && is_of_tower(name);
+    let is_tower = parameters.vision_names().is_some_and(|names| name.starts_with(names.tower));
     let (_, of_tower) = &TOWER_ATTENTION;
     let projections = match fused {
         "qkv" if is_tower => &of_tower[..],
@@ -111,23 +191,14 @@ fn fused(name: &str, parameters: &Parameters) -> Option<ParameterMapping> {
     Some(mapping)
 }
 
-/// The parameters, of equal size, that the checkpoint's tensor of this name has one below the other. Most tensors are
+/// The parameters, of equal size, that a fused tensor with this canonical name has one below the other; `None` if it is
 /// one parameter.
-pub(in crate::weights) fn stored_parameters(name: &str) -> Vec<String> {
-    let name = with_own_prefix(name);
+fn stored_together(name: &str) -> Option<Vec<String>> {
     let (fused, projections) = TOWER_ATTENTION;
-    let split = name.rsplit_once('.').filter(|_| is_of_tower(&name));
-    let of_attention = split.and_then(|(module, kind)| Some((module.strip_suffix(fused)?.strip_suffix('.')?, kind)));
-    match of_attention {
-        Some((block, kind)) => projections.map(|projection| format!("{block}.{projection}.{kind}")).to_vec(),
-        None => vec![name.into_owned()],
-    }
-}
-
-/// The name of a module or parameter of a model with a vision tower, whichever layout it is of.
-fn with_own_prefix(name: &str) -> Cow<'_, str> {
-    let found = VISION_LAYOUTS.iter().find_map(|(prefix, own)| Some((name.strip_prefix(prefix)?, own)));
-    found.map_or(Cow::Borrowed(name), |(rest, own)| Cow::Owned(format!("{own}{rest}")))
+    let (module, kind) = name.rsplit_once('.')?;
+    let block = module.strip_suffix(fused)?.strip_suffix('.')?;
+    VisionNames::of_parameter(name)
+        .map(|_| projections.map(|projection| format!("{block}.{projection}.{kind}")).to_vec())
 }
 
 /// Bytes in float32 of the largest tensor that can be pushed, fused ones among them.

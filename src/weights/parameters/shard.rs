@@ -43,10 +43,12 @@ pub struct ParamSpec {
     pub shard: ShardRule,
 }
 
-/// The rows and columns of a parameter of this shape: dimension 0, and the product of all other dimensions.
+/// The rows and columns of a parameter of this shape: dimension 0, and the product of all other dimensions. A table of
+/// positions `[1, positions, width]` has rows, because leading dimensions of size 1 are left out if two others follow.
 pub fn matrix_shape(shape: &[usize]) -> (usize, usize) {
     match shape {
         [] => (1, 1),
+        [1, rest @ ..] if rest.len() >= 2 => matrix_shape(rest),
         [rows, rest @ ..] => (*rows, rest.iter().product()),
     }
 }

@@ -85,7 +85,10 @@ fn image(dice: &mut Dice) -> pb::Image {
     let rgb = vec![7; bytes as usize];
     let source = match dice.one_in(4) {
         true => pb::image::Source::Encoded(dice.text().into_bytes()),
-        false => pb::image::Source::Pixels(pb::Pixels { width, height, rgb }),
+        false => {
+            let tiles = dice.maybe(|dice| dice.below(4) as u32);
+            pb::image::Source::Pixels(pb::Pixels { width, height, rgb, tiles })
+        }
     };
     pb::Image { source: (!dice.one_in(8)).then_some(source) }
 }

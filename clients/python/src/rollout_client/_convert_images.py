@@ -18,15 +18,16 @@ def set_images(fields: Sequence[Any], given: Sequence[Any]) -> None:
                 field.add().encoded = bytes(image)
                 continue
             pixels = Pixels.of(image, f"images[{i}][{j}]")
-            field.add().pixels.MergeFrom(_proto.Pixels(width=pixels.width, height=pixels.height, rgb=pixels.rgb))
+            field.add().pixels.MergeFrom(_proto.Pixels(**vars(pixels)))
 
 
 def image_info(info: Any) -> ImageInfo:
     """The part of a `GetInfoResponse` about images."""
-    numbers = {name: getattr(info, name) for name in ("most_per_prompt", "most_tokens", "token_side", "placeholder")}
+    names = ("most_per_prompt", "most_tokens", "token_side", "placeholder", "tile_side")
+    numbers = {name: getattr(info, name) for name in names}
     return ImageInfo(**numbers, forbidden_token_ids=list(info.forbidden_token_ids))
 
 
 def prompt_image(image: Any) -> PromptImage:
     """An image of a reply."""
-    return PromptImage(image.hash.hex(), image.width, image.height, image.first_token, image.tokens)
+    return PromptImage(image.hash.hex(), image.width, image.height, image.first_token, image.tokens, image.tiles)

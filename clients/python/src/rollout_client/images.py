@@ -13,7 +13,6 @@ import numpy.typing as npt
 from .errors import InvalidArgument
 
 _RGB = 3
-_TILES = 1  # in the hash: parts of an image; Qwen2.5-VL takes it as a whole
 _LARGEST = np.float32(255)
 # Processors that divide by 255 before they normalise are off by a unit of float32.
 _TOLERANCE = 1e-6
@@ -27,19 +26,22 @@ class Pixels:
     height: int
     rgb: bytes
     """Three bytes a pixel, row by row."""
+    tiles: int = 1
+    """Tiles of this width and height that the image has one below the other (InternVL3)."""
 
     @property
     def hash(self) -> str:
         """The `PromptImage.hash` with which the server reports these pixels."""
         digest = hashlib.sha256()
-        for size in (_TILES, self.width, self.height):
+        for size in (self.tiles, self.width, self.height):
             digest.update(size.to_bytes(4, "little"))
         digest.update(self.rgb)
         return digest.hexdigest()
 
     @staticmethod
     def of(image: Any, path: str = "image") -> Pixels:
-        """The pixels of an array `[height, width, 3]` of uint8, such as a PIL image that has its final size.
+        """The pixels of an array `[height, width, 3]` of uint8, such as a PIL image that has its final size, or those
+        of tiles, `[tiles, height, width, 3]`.
 
         Raises:
             InvalidArgument: the array has another shape or type; the message starts with `path`.
@@ -47,13 +49,13 @@ class Pixels:
         if isinstance(image, Pixels):
             return image
         array = np.asarray(image)
-        if array.dtype != np.uint8 or array.shape[2:] != (_RGB,):
+        if array.dtype != np.uint8 or array.ndim not in (3, 4) or array.shape[-1] != _RGB:
             raise InvalidArgument(
                 f"{path}: expected 8-bit RGB [height, width, 3], got {array.dtype} of shape {list(array.shape)}; "
                 "processed_pixels takes images of other forms"
             )
-        height, width, _ = array.shape
-        return Pixels(width, height, np.ascontiguousarray(array).tobytes())
+        *tiles, height, width, _ = array.shape
+        return Pixels(width, height, np.ascontiguousarray(array).tobytes(), *tiles)
 
 
 @dataclass(frozen=True)
@@ -61,12 +63,14 @@ class PromptImage:
     """An image of a prompt, as the model saw it."""
 
     hash: str
-    """SHA-256 of its size and pixels, in hexadecimal."""
+    """SHA-256 of its tiles, size and pixels, in hexadecimal."""
     width: int
     height: int
     first_token: int
     """Index of its first token in the prompt."""
     tokens: int
+    tiles: int
+    """Tiles of this width and height, one below the other; 1 for a model without tiles."""
 
 
 @dataclass(frozen=True)
@@ -82,6 +86,8 @@ class ImageInfo:
     """The token that stands for one token of an image."""
     forbidden_token_ids: list[int]
     """Tokens that no sample has: placeholders of images and videos."""
+    tile_side: int
+    """Pixels of the side of a tile, if the model takes tiles; 0 if images have any width and height."""
 
 
 ImageInput = Pixels | npt.NDArray[np.uint8] | bytes | Any
@@ -97,16 +103,21 @@ def processed_pixels(images: Sequence[Any], processor: Any, **options: Any) -> l
 
     Args:
         images: images of any form that the processor takes.
-        processor: the processor of a Qwen2.5-VL model, or its image processor.
+        processor: the processor of a Qwen2.5-VL or InternVL3 model, or its image processor.
         options: options with which the trainer calls its image processor, such as `size`.
 
     Raises:
-        InvalidArgument: `pixel_values` are not normalised 8-bit pixels, or not of Qwen's layout.
+        InvalidArgument: `pixel_values` are not normalised 8-bit pixels, or not of a layout that is known here.
     """
     processor = getattr(processor, "image_processor", processor)
+    if hasattr(processor, "crop_to_patches"):
+        # Tiles are off in an image processor, and on in the processor that trainers call.
+        each = [processor(images=[image], crop_to_patches=True, return_tensors="np", **options) for image in images]
+        tiles = [np.asarray(out["pixel_values"], np.float32).transpose(0, 2, 3, 1) for out in each]
+        return [Pixels.of(_denormalised(values, processor)) for values in tiles]
     out = processor(images=list(images), return_tensors="np", **options)
     if "image_grid_thw" not in out:
-        raise InvalidArgument("processor: gives no image_grid_thw; only processors of Qwen2.5-VL are supported")
+        raise InvalidArgument("processor: gives neither image_grid_thw nor tiles; use one of Qwen2.5-VL or InternVL3")
     values, first, pixels = np.asarray(out["pixel_values"], np.float32), 0, []
     for frames, rows, columns in np.asarray(out["image_grid_thw"]).tolist():
         count = frames * rows * columns
@@ -125,6 +136,11 @@ def _unpatched(patches: npt.NDArray[np.float32], rows: int, columns: int, proces
     if not all(np.array_equal(blocks[..., 0, :, :], blocks[..., frame, :, :]) for frame in range(1, frames)):
         raise InvalidArgument("processor: the frames of an image differ; a video is not supported")
     values = blocks[..., 0, :, :].transpose(0, 2, 5, 1, 3, 6, 4).reshape(rows * side, columns * side, _RGB)
+    return Pixels.of(_denormalised(values, processor))
+
+
+def _denormalised(values: npt.NDArray[np.float32], processor: Any) -> npt.NDArray[np.uint8]:
+    """The 8-bit pixels `[..., 3]` that the processor has normalised."""
     mean, std = (np.asarray(x, np.float32) * _LARGEST for x in (processor.image_mean, processor.image_std))
     rgb = np.rint(values * std + mean)
     again = (rgb.astype(np.float32) - mean) / std
@@ -133,4 +149,4 @@ def _unpatched(patches: npt.NDArray[np.float32], rows: int, columns: int, proces
             "processor: pixel_values are not 8-bit pixels normalised by image_mean and image_std; "
             "use a processor that rescales by 1/255 and normalises"
         )
-    return Pixels.of(rgb.astype(np.uint8))
+    return rgb.astype(np.uint8)

@@ -35,7 +35,9 @@ fn image(rows: u32, columns: u32) -> pb::Image {
 }
 
 fn pixels(width: u32, height: u32, bytes: usize) -> pb::Image {
-    pb::Image { source: Some(pb::image::Source::Pixels(pb::Pixels { width, height, rgb: vec![9; bytes] })) }
+    pb::Image {
+        source: Some(pb::image::Source::Pixels(pb::Pixels { width, height, rgb: vec![9; bytes], tiles: None })),
+    }
 }
 
 fn prompt(ids: &[u32], images: &[pb::Image]) -> pb::Prompt {

@@ -1,5 +1,5 @@
 use super::*;
-use crate::weights::parameters::{nearest, resolve};
+use crate::weights::parameters::{nearest, resolve, stored_parameters};
 
 #[test]
 fn wrappers_change_nothing() {
@@ -242,4 +242,84 @@ fn a_vision_models_parameters_have_the_names_of_trainers_vllm_and_checkpoints() 
     }
     // A model of text has no second names.
     assert_eq!(resolve("model.language_model.embed_tokens.weight", &model(false)), None);
+}
+
+#[test]
+fn internvls_parameters_have_the_names_of_both_layouts() {
+    let tower = [
+        "embeddings.cls_token",
+        "embeddings.position_embeddings",
+        "embeddings.patch_embeddings.projection.weight",
+        "encoder.layer.3.attention.q_proj.weight",
+        "encoder.layer.3.attention.k_proj.weight",
+        "encoder.layer.3.attention.v_proj.weight",
+        "encoder.layer.3.attention.projection_layer.bias",
+        "encoder.layer.3.layernorm_before.weight",
+        "encoder.layer.3.lambda_2",
+        "encoder.layer.3.mlp.fc1.weight",
+    ]
+    .map(|name| format!("vision_tower.{name}"));
+    let projector = ["layer_norm", "linear_1", "linear_2"].map(|name| format!("multi_modal_projector.{name}.weight"));
+    let decoder = ["model.layers.0.mlp.up_proj.weight", "lm_head.weight"].map(String::from);
+    let names = tower.into_iter().chain(projector).chain(decoder);
+    let specs = names.map(|name| ParamSpec::new(name, vec![4, 4], ShardRule::Replicated)).collect();
+    let parameters = Parameters::new(specs, Dtype::F32, 1, false);
+    let all = |name: &str| -> Vec<String> {
+        let mapping = resolve(name, &parameters).unwrap_or_else(|| panic!("{name} is unknown"));
+        mapping.parts.into_iter().map(|part| part.parameter).collect()
+    };
+    for (own, pushed, expected) in [
+        ("vision_model.embeddings.class_embedding", "model.vision_tower.embeddings.cls_token", "embeddings.cls_token"),
+        (
+            "vision_model.embeddings.position_embedding",
+            "model.vision_tower.embeddings.position_embeddings",
+            "embeddings.position_embeddings",
+        ),
+        (
+            "vision_model.embeddings.patch_embedding.weight",
+            "model.vision_tower.embeddings.patch_embeddings.projection.weight",
+            "embeddings.patch_embeddings.projection.weight",
+        ),
+        (
+            "vision_model.encoder.layers.3.attn.proj.bias",
+            "model.vision_tower.encoder.layer.3.attention.projection_layer.bias",
+            "encoder.layer.3.attention.projection_layer.bias",
+        ),
+        (
+            "vision_model.encoder.layers.3.norm1.weight",
+            "vision_tower.encoder.layer.3.layernorm_before.weight",
+            "encoder.layer.3.layernorm_before.weight",
+        ),
+        (
+            "vision_model.encoder.layers.3.ls2",
+            "model.vision_tower.encoder.layer.3.lambda_2",
+            "encoder.layer.3.lambda_2",
+        ),
+        (
+            "vision_model.encoder.layers.3.mlp.fc1.weight",
+            "model.vision_tower.encoder.layer.3.mlp.fc1.weight",
+            "encoder.layer.3.mlp.fc1.weight",
+        ),
+    ] {
+        let expected = [format!("vision_tower.{expected}")];
+        assert_eq!((all(own), all(pushed)), (expected.to_vec(), expected.to_vec()));
+        assert_eq!(stored_parameters(own), expected);
+    }
+    for (own, pushed, expected) in [
+        ("mlp1.0.weight", "model.multi_modal_projector.layer_norm.weight", "multi_modal_projector.layer_norm.weight"),
+        ("mlp1.1.weight", "model.multi_modal_projector.linear_1.weight", "multi_modal_projector.linear_1.weight"),
+        ("mlp1.3.weight", "multi_modal_projector.linear_2.weight", "multi_modal_projector.linear_2.weight"),
+        (
+            "language_model.model.layers.0.mlp.up_proj.weight",
+            "model.language_model.layers.0.mlp.up_proj.weight",
+            "model.layers.0.mlp.up_proj.weight",
+        ),
+        ("language_model.lm_head.weight", "lm_head.weight", "lm_head.weight"),
+    ] {
+        assert_eq!((all(own), all(pushed)), (vec![expected.to_string()], vec![expected.to_string()]));
+        assert_eq!(stored_parameters(own), [expected]);
+    }
+    let fused = "vision_model.encoder.layers.3.attn.qkv.weight";
+    let parts = ["q", "k", "v"].map(|part| format!("vision_tower.encoder.layer.3.attention.{part}_proj.weight"));
+    assert_eq!((all(fused), stored_parameters(fused)), (parts.to_vec(), parts.to_vec()));
 }

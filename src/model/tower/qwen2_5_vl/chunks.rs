@@ -5,8 +5,8 @@ use std::ops::Range;
 use rollout_kernels::{AttentionSequence, Ops, Step, StepInput};
 
 use super::geometry::Geometry;
-use super::workspace::KV_BLOCK;
 use crate::error::Result;
+use crate::model::tower::workspace::KV_BLOCK;
 
 /// Axes of a patch's position: row and column.
 const AXES: usize = 2;

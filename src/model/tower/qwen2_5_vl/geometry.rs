@@ -18,15 +18,15 @@ pub(super) struct Geometry {
 }
 
 impl Geometry {
-    /// Lays out a picture with `grid` rows and columns of tokens.
-    pub fn new(config: &VisionConfig, grid: [usize; 2]) -> Self {
+    /// Lays out a picture with `grid` rows and columns of tokens in windows of so many tokens a side.
+    pub fn new(config: &VisionConfig, window: usize, grid: [usize; 2]) -> Self {
         let ([rows, columns], merge, unit) = (grid, config.merge_size(), config.unit());
         let (mut tokens, mut windows) = (Vec::with_capacity(rows * columns), Vec::new());
-        for top in (0..rows).step_by(config.window) {
-            for left in (0..columns).step_by(config.window) {
+        for top in (0..rows).step_by(window) {
+            for left in (0..columns).step_by(window) {
                 let first = tokens.len() * unit;
-                for row in top..rows.min(top + config.window) {
-                    let end = columns.min(left + config.window);
+                for row in top..rows.min(top + window) {
+                    let end = columns.min(left + window);
                     tokens.extend((left..end).map(|column| (row * columns + column) as u32));
                 }
                 windows.push(first..tokens.len() * unit);
@@ -78,8 +78,8 @@ mod tests {
     #[test]
     fn windows_come_row_by_row_and_are_smaller_at_the_edges() {
         let config = config();
-        assert_eq!((config.window, config.merge_size(), config.token_side()), (4, 2, 28));
-        let geometry = Geometry::new(&config, [5, 6]);
+        assert_eq!((config.merge_size(), config.token_side()), (2, 28));
+        let geometry = Geometry::new(&config, 4, [5, 6]);
         let lengths: Vec<usize> = geometry.windows.iter().map(|window| window.len() / 4).collect();
         assert_eq!(lengths, [16, 8, 4, 2]);
         let first = [0, 1, 2, 3, 6, 7, 8, 9, 12, 13, 14, 15, 18, 19, 20, 21];
@@ -94,7 +94,7 @@ mod tests {
     fn chunks_have_whole_windows_and_all_rows() {
         let config = config();
         for grid in [[1, 1], [5, 6], [9, 13], [1, 40], [17, 2]] {
-            let geometry = Geometry::new(&config, grid);
+            let geometry = Geometry::new(&config, 4, grid);
             assert_eq!(geometry.rows(), grid[0] * grid[1] * 4);
             for most in [64, 100, 4096] {
                 let chunks = geometry.chunks(most);

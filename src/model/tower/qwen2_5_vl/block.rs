@@ -3,13 +3,13 @@
 use candle_core::Tensor;
 use rollout_kernels::{AttentionShape, KvCache, Ops, Step};
 
-use super::workspace::ChunkBuffers;
 use crate::comm::Communicator;
 use crate::error::Result;
 use crate::model::config::VisionConfig;
 use crate::model::layers::{Build, Linear, Norm, Projection};
 use crate::model::parameterized::Parameterized;
 use crate::model::rope::RopeTables;
+use crate::model::tower::workspace::ChunkBuffers;
 use crate::weights::ShardRule;
 
 /// Epsilon of the tower's norms, whatever the decoder's is.
@@ -102,7 +102,7 @@ impl TowerBlock {
         self.output.forward(ops, &chunk.attention.whole, &chunk.delta.local)?;
         chunk.delta.gather(comm)?;
         self.mlp_norm.add_forward(ops, hidden, &chunk.delta.whole, None, &chunk.normed)?;
-        self.gate_up.forward_silu_mul(ops, &chunk.normed, &chunk.gate_up, &chunk.activation.local)?;
+        self.gate_up.forward_silu_mul(ops, &chunk.normed, chunk.gate_up(), &chunk.activation.local)?;
         chunk.activation.gather(comm)?;
         self.down.forward(ops, &chunk.activation.whole, &chunk.delta.local)?;
         chunk.delta.gather(comm)?;
