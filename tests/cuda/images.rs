@@ -7,20 +7,21 @@ use crate::common::images::{Case, Reference, with_images};
 use crate::common::{Engine, Request};
 use crate::share_driver;
 
-const MODEL: &str = "qwen2_5_vl";
+/// One model of each tower.
+pub const TOWERS: [&str; 2] = ["qwen2_5_vl", "internvl3"];
 /// Largest difference per token in float32 that the numerics contract allows.
 const TOLERANCE: f32 = 1e-4;
 const SEED: u64 = 21;
-/// One token, and two images of several windows.
+/// A small image, and two images of several windows or tiles.
 const CASES: [usize; 2] = [0, 2];
 
-pub fn start(flags: &[&str]) -> Engine {
-    Engine::start(MODEL, &[&["--device", "cuda", "--limit-mm-per-prompt", "image=3"], flags].concat())
+pub fn start(model: &str, flags: &[&str]) -> Engine {
+    Engine::start(model, &[&["--device", "cuda", "--limit-mm-per-prompt", "image=3"], flags].concat())
 }
 
 /// Prompts of the fixture with their images.
-pub fn cases() -> [Case; 2] {
-    let reference = Reference::read(MODEL);
+pub fn cases(model: &str) -> [Case; 2] {
+    let reference = Reference::read(model);
     CASES.map(|index| reference.cases[index].case.clone())
 }
 
@@ -42,26 +43,31 @@ pub fn sample(engine: &Engine, cases: &[Case]) -> Vec<Vec<(TokenId, u32, u32)>> 
 #[test]
 fn float32_is_transformers_float32() {
     let _shared = share_driver();
-    let reference = Reference::read(MODEL);
-    let found = score(&start(&["--dtype", "float32"]), &cases());
-    for (index, ours) in CASES.into_iter().zip(&found) {
-        let expected = &reference.cases[index].float32;
-        assert_eq!(ours.len(), expected.len());
-        let apart = ours.iter().zip(expected).map(|(a, b)| (a - b).abs()).fold(0.0, f32::max);
-        println!("case {index}: largest difference {apart:e}");
-        assert!(apart < TOLERANCE, "case {index}: {apart:e}");
+    for model in TOWERS {
+        let reference = Reference::read(model);
+        let found = score(&start(model, &["--dtype", "float32"]), &cases(model));
+        for (index, ours) in CASES.into_iter().zip(&found) {
+            let expected = &reference.cases[index].float32;
+            assert_eq!(ours.len(), expected.len());
+            let apart = ours.iter().zip(expected).map(|(a, b)| (a - b).abs()).fold(0.0, f32::max);
+            println!("{model}, case {index}: largest difference {apart:e}");
+            assert!(apart < TOLERANCE, "{model}, case {index}: {apart:e}");
+        }
     }
 }
 
 #[test]
 fn a_prompt_with_images_has_the_same_bits_in_chunks_cached_and_in_graphs() {
     let _shared = share_driver();
-    let (engine, cases) = (start(&["--dtype", "bfloat16", "--graphs", "off"]), cases());
-    let (scored, sampled) = (score(&engine, &cases), sample(&engine, &cases));
-    assert_eq!(sample(&engine, &cases), sampled, "from the prefix cache");
-    for flags in [&["--graphs", "on"][..], &["--graphs", "off", "--max-batch-tokens", "11"]] {
-        let other = start(&[&["--dtype", "bfloat16"], flags].concat());
-        assert_eq!(score(&other, &cases), scored, "{flags:?}: scored");
-        assert_eq!(sample(&other, &cases), sampled, "{flags:?}: sampled");
+    for model in TOWERS {
+        let cases = cases(model);
+        let engine = start(model, &["--dtype", "bfloat16", "--graphs", "off"]);
+        let (scored, sampled) = (score(&engine, &cases), sample(&engine, &cases));
+        assert_eq!(sample(&engine, &cases), sampled, "{model}: from the prefix cache");
+        for flags in [&["--graphs", "on"][..], &["--graphs", "off", "--max-batch-tokens", "11"]] {
+            let other = start(model, &[&["--dtype", "bfloat16"], flags].concat());
+            assert_eq!(score(&other, &cases), scored, "{model} {flags:?}: scored");
+            assert_eq!(sample(&other, &cases), sampled, "{model} {flags:?}: sampled");
+        }
     }
 }

@@ -51,13 +51,15 @@ fn results_have_the_same_bits_on_any_number_of_ranks() {
 }
 
 #[test]
-fn prompts_with_images_have_the_bits_of_one_rank_on_two() {
+fn prompts_with_images_have_the_bits_of_one_rank_on_two_and_four() {
     let _own = own_driver();
-    let cases = images::cases();
-    for dtype in ["float32", "bfloat16"] {
-        let [one, two] = ["1", "2"].map(|tp| images::start(&["--dtype", dtype, "--tp", tp]));
-        assert_eq!(images::score(&two, &cases), images::score(&one, &cases), "{dtype}: scored");
-        assert_eq!(images::sample(&two, &cases), images::sample(&one, &cases), "{dtype}: sampled");
+    for model in images::TOWERS {
+        let cases = images::cases(model);
+        for (dtype, tp) in [("float32", "2"), ("bfloat16", "4")] {
+            let [one, other] = ["1", tp].map(|tp| images::start(model, &["--dtype", dtype, "--tp", tp]));
+            assert_eq!(images::score(&other, &cases), images::score(&one, &cases), "{model} {dtype} --tp {tp}: scored");
+            assert_eq!(images::sample(&other, &cases), images::sample(&one, &cases), "{model} {dtype} --tp {tp}");
+        }
     }
 }
 

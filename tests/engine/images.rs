@@ -145,14 +145,15 @@ fn alone_is_in_a_batch_chunked_cached_preempted_and_on_several_ranks() {
             assert!(warm.completions.iter().map(|c| c.cached_tokens).sum::<u32>() > 50, "{model}: cached tokens");
             assert!(warm.bits() == expected, "{model} {dtype}: cached");
             engine.assert_all_free();
-            let tp: &[&[&str]] = if is_divided_by(model, "2") { &[&["--tp", "2"]] } else { &[] };
+            let ranks = [["--tp", "2"], ["--tp", "4"]];
+            let ranks = ranks.iter().filter(|[_, ranks]| is_divided_by(model, ranks)).map(|flags| &flags[..]);
             let others: [&[&str]; 3] = [
                 &["--max-batch-tokens", "1"],
                 &["--max-batch-tokens", "5"],
                 &["--kv-cache-bytes", "80KiB", "--max-model-len", "160"],
             ];
-            for flags in others.iter().chain(tp) {
-                let engine = Engine::start(model, &[&["--dtype", dtype], *flags].concat());
+            for flags in others.into_iter().chain(ranks) {
+                let engine = Engine::start(model, &[&["--dtype", dtype], flags].concat());
                 assert!(generate(&engine, &cases, 1, &params()).bits() == expected, "{model} {dtype}: {flags:?}");
             }
         }
@@ -180,6 +181,24 @@ fn sampled_is_scored_and_a_group_is_its_samples() {
             let (prompt, sample) = (completion.prompt_index, completion.sample_index);
             assert!(scored.ends_with(&sampled), "{model}: prompt {prompt}, sample {sample}");
         }
+    }
+}
+
+#[test]
+fn with_drafts_is_without() {
+    for model in TOWERS {
+        let cases = random_cases(model, 34);
+        let [with, without] = ["auto", "off"].map(|speculation| {
+            Engine::start(model, &["--dtype", "bfloat16", "--max-batch-tokens", "48", "--speculation", speculation])
+        });
+        for temperature in [0.0, 0.1] {
+            let params = SamplingParams { temperature, max_tokens: 48, ..Default::default() };
+            let [found, expected] = [&with, &without].map(|engine| generate(engine, &cases, 3, &params).bits());
+            assert!(found == expected, "{model}, temperature {temperature}");
+        }
+        let (stats, off) = (with.status().stats, without.status().stats);
+        println!("{model}: {} of {} drafts were right", stats.accepted_tokens, stats.drafted_tokens);
+        assert!(stats.accepted_tokens > 50 && off.drafted_tokens == 0, "{model}: {stats:?}");
     }
 }
 

@@ -255,6 +255,9 @@ fn every_number_of_ranks_is_built_or_refused_with_those_that_are() {
     assert!(built > 300 && refused > 300);
 }
 
+/// A change of `config.json` and `preprocessor_config.json`.
+type Change = fn(&mut Value, &mut Value);
+
 fn qwen2_5_vl(model: &str, change: impl FnOnce(&mut Value, &mut Value)) -> Result<ModelConfig> {
     let read = |file: &str| -> Value {
         let path = format!("{}/tests/fixtures/{model}/{file}", env!("CARGO_MANIFEST_DIR"));

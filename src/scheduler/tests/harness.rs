@@ -93,6 +93,7 @@ impl FakeExecutor {
         StepOutput { tokens, failed: Vec::new() }
     }
 
+    /// Notes that all embeddings are gone.
     fn forget_images(&mut self) {
         self.embeddings.fill(None);
         self.encoding = None;
@@ -305,6 +306,12 @@ impl Harness {
         }
         self.groups.values_mut().for_each(|group| group.salt.epoch = epoch);
         self.note_tables();
+        self.scheduler.check_integrity();
+    }
+
+    pub fn reset_encoder_cache(&mut self) {
+        self.scheduler.reset_encoder_cache();
+        self.executor.forget_images();
         self.scheduler.check_integrity();
     }
 

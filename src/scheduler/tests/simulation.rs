@@ -116,6 +116,9 @@ fn disturb(harness: &mut Harness, rng: &mut ChaCha8Rng, num_requests: u64) {
     if rng.random_bool(0.01) {
         harness.scheduler.reset_prefix_cache();
     }
+    if rng.random_bool(0.01) {
+        harness.reset_encoder_cache();
+    }
 }
 
 /// Suspends some requests for some steps.
