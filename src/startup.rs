@@ -19,17 +19,17 @@ use crate::config::{Config, DTypeChoice, GraphsChoice, ReasoningChoice, Speculat
 use crate::engine::{COMMAND_QUEUE, Engine, EngineHandle, Setup};
 use crate::error::{Error, Result};
 use crate::model::config::{ModelConfig, VisionConfig};
-use crate::model::{Build, Model, ModelLimits, Parameterized, TowerShape};
+use crate::model::{Build, Model, ModelLimits, Parameterized, Tower, TowerShape};
 use crate::observe::{Observer, Recorder};
 use crate::pixels::DecodeSlots;
 use crate::scheduler::{ImageScheduling, Scheduler, SchedulerConfig, Speculation};
-use crate::server::{ImageRules, ModelFacts, PromptEncoder, RequestTemplates, ServingContext, pb};
+use crate::server::{HeldPictures, ImageRules, ModelFacts, PromptEncoder, RequestTemplates, ServingContext, pb};
 use crate::text::{
     ChatTemplate, ReasoningFormat, Tokenizer, read_tokenizer_config, special_tokens_of_config, special_tokens_of_gguf,
     tokenizer_info,
 };
 use crate::weights::{
-    BROADCAST_BUFFER_BYTES, Checkpoint, Dtype, ModelFiles, ModelSource, Parameters, Partition, Sources, TokenizerFiles,
+    BROADCAST_BUFFER_BYTES, Dtype, ModelFiles, ModelSource, ParamSpec, Parameters, Partition, Sources, TokenizerFiles,
     largest_broadcast,
 };
 use memory::Plan;
@@ -109,7 +109,7 @@ struct Layout {
     kv: StorageDtype,
     max_model_len: usize,
     max_batch_tokens: usize,
-    /// Most tokens of a picture; 0 for a model of text alone.
+    /// Most tokens of a picture; 0 for a model that takes no images.
     max_image_tokens: usize,
     block_size: usize,
     /// Whether devices may capture steps as CUDA graphs and replay them.
@@ -146,8 +146,8 @@ pub fn start(config: &Config, observer: Observer, recorder: Recorder) -> Result<
     let sources = Arc::new(sources.with_traffic(traffic.clone()));
 
     let ModelFiles { checkpoint, .. } = files;
-    let info = server_info(config, &layout, &model, count_weights(&checkpoint, &model), &sources);
-    let progress = LoadProgress::new(&checkpoint, layout.world);
+    let info = server_info(config, &layout, &model, count_weights(&parameters), &sources);
+    let progress = LoadProgress::new(&checkpoint, &parameters);
     let ingredients = Ingredients {
         model: model.clone(),
         layout: layout.clone(),
@@ -212,6 +212,7 @@ fn image_rules(config: &Config, layout: &Layout, vision: VisionConfig) -> ImageR
         most_per_prompt: config.limit_mm_per_prompt.0,
         most_tokens: layout.max_image_tokens,
         decode_slots: DecodeSlots::new(DECODED_AT_ONCE),
+        held: HeldPictures::new(config.image_bytes),
     }
 }
 
@@ -255,7 +256,8 @@ impl Layout {
         let devices = open_devices(config)?;
         let shape = ModelShape { head_dim: model.head_dim, block_size: config.block_size, weights, kv };
         devices.iter().try_for_each(|device| device.check(&shape))?;
-        if let Some(vision) = &model.vision {
+        let vision = model.vision.as_ref().filter(|_| config.limit_mm_per_prompt.0 > 0);
+        if let Some(vision) = vision {
             let tower = ModelShape { head_dim: vision.head_dim(), ..shape };
             devices.iter().try_for_each(|device| device.check(&tower))?;
         }
@@ -272,7 +274,7 @@ impl Layout {
             kv,
             max_model_len,
             max_batch_tokens: config.max_batch_tokens,
-            max_image_tokens: model.vision.as_ref().map_or(Ok(0), |vision| max_image_tokens(config, vision))?,
+            max_image_tokens: vision.map_or(Ok(0), |vision| max_image_tokens(config, vision))?,
             block_size: config.block_size,
             uses_graphs: match config.graphs {
                 // According to NCCL, captures of several devices in one process can deadlock; no card has run them yet.
@@ -284,12 +286,12 @@ impl Layout {
         })
     }
 
-    /// The shape of the vision tower's workspace; `None` for a model of text alone.
+    /// The shape of the vision tower's workspace; `None` for a model that takes no images.
     fn tower(&self, model: &ModelConfig, rank: usize) -> Option<TowerShape> {
         let (build, max_image_tokens) = (self.build(rank), self.max_image_tokens);
         let (embedding_rows, layer_rows) = (self.embedding_rows(), TOWER_ROWS);
         let shape = |config| TowerShape { config, build, max_image_tokens, embedding_rows, layer_rows };
-        model.vision.clone().map(shape)
+        model.vision.clone().filter(|_| max_image_tokens > 0).map(shape)
     }
 
     fn build(&self, rank: usize) -> Build {
@@ -314,7 +316,9 @@ impl Layout {
     /// How pictures are encoded. A step has time for as many patches in as many blocks as take about as long as the
     /// decoder takes for its tokens: a block of the tower computes as much as a layer of the decoder of its width.
     fn images(&self, model: &ModelConfig) -> ImageScheduling {
-        let Some(vision) = &model.vision else { return ImageScheduling::default() };
+        let Some(vision) = model.vision.as_ref().filter(|_| self.max_image_tokens > 0) else {
+            return ImageScheduling::default();
+        };
         let work = |width: usize, layers: usize| (width * width * layers) as u64;
         let of_step = self.max_batch_tokens as u64 * work(model.hidden_size, model.num_layers);
         let of_token = vision.unit() as u64 * work(vision.hidden_size, 1);
@@ -374,17 +378,27 @@ fn open_devices(config: &Config) -> Result<Devices> {
 
 /// All parameters of the model, with their serving type and shards.
 fn parameters(weights: &mut Model, model: &ModelConfig, layout: &Layout) -> Result<Parameters> {
+    let specs = specs_of(weights)?;
+    let parameters = Parameters::new(specs, layout.weights.into(), layout.world, model.tie_word_embeddings);
+    let Some(vision) = model.vision.as_ref().filter(|_| layout.max_image_tokens == 0) else { return Ok(parameters) };
+    tracing::info!(
+        "--limit-mm-per-prompt image=0: the vision tower is not loaded, and pushes may bring it but are not changed by it"
+    );
+    let mut tower = Tower::new(vision, &layout.build(0), vision.fewest_tokens())?;
+    Ok(parameters.with_ignored(specs_of(&mut tower)?))
+}
+
+/// The parameters of a model or of a part of it.
+fn specs_of(part: &mut impl Parameterized) -> Result<Vec<ParamSpec>> {
     let mut specs = Vec::new();
-    weights.visit(&mut |spec, _| {
+    part.visit(&mut |spec, _| {
         specs.push(spec.clone());
         Ok(())
     })?;
-    Ok(Parameters::new(specs, layout.weights.into(), layout.world, model.tie_word_embeddings))
+    Ok(specs)
 }
 
-/// Number of weights (elements of all parameters); a tied head counts once.
-fn count_weights(checkpoint: &Checkpoint, model: &ModelConfig) -> u64 {
-    let is_copy = |name: &str| model.tie_word_embeddings && name == "lm_head.weight";
-    let elements = |name: &&str| checkpoint.shape(name).map_or(0, |s| s.iter().product::<usize>() as u64);
-    checkpoint.names().iter().filter(|name| !is_copy(name)).map(elements).sum()
+/// Number of weights: elements of all parameters.
+fn count_weights(parameters: &Parameters) -> u64 {
+    parameters.iter().map(|spec| spec.shape.iter().product::<usize>() as u64).sum()
 }

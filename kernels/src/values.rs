@@ -77,6 +77,18 @@ impl<'a> TensorData<'a> {
         self.len() * self.dtype().size()
     }
 
+    /// The values of a range; a copy if they are owned.
+    ///
+    /// # Panics
+    /// If the range passes the end.
+    pub fn part(self, range: Range<usize>) -> Self {
+        match self {
+            Self::F32(values) => Self::F32(part(values, range)),
+            Self::F16(values) => Self::F16(part(values, range)),
+            Self::Bf16(values) => Self::Bf16(part(values, range)),
+        }
+    }
+
     pub fn view(&self) -> TensorView<'_> {
         match self {
             Self::F32(values) => TensorView::F32(values),
@@ -131,6 +143,14 @@ impl<'a> TensorData<'a> {
             Self::F16(values) => out.iter_mut().zip(&values[range]).for_each(|(out, x)| *out = x.to_f32()),
             Self::Bf16(values) => out.iter_mut().zip(&values[range]).for_each(|(out, x)| *out = x.to_f32()),
         }
+    }
+}
+
+fn part<T: Clone>(values: Cow<'_, [T]>, range: Range<usize>) -> Cow<'_, [T]> {
+    match values {
+        Cow::Borrowed(values) => Cow::Borrowed(&values[range]),
+        Cow::Owned(values) if range == (0..values.len()) => Cow::Owned(values),
+        Cow::Owned(values) => Cow::Owned(values[range].to_vec()),
     }
 }
 

@@ -4,6 +4,7 @@
 //! exception is a FULL push that is written in place: from its first write on the weights are missing, until it or
 //! another complete push is committed.
 
+use std::collections::HashSet;
 use std::sync::Arc;
 
 use super::adapters::Adapters;
@@ -373,9 +374,11 @@ fn reserve_staging<X: Executor>(
 fn tower_change<X: Executor>(core: &EngineCore<X>, content: &WeightUpdate, pushed: Option<[u8; 16]>) -> TowerChange {
     let touches_tower = |adapter: &Adapter| adapter.parameters().any(is_of_tower);
     let may_change = match content {
-        WeightUpdate::Full(_) | WeightUpdate::Packed(_) => {
-            return pushed.map_or(TowerChange::None, TowerChange::Pushed);
-        }
+        WeightUpdate::Full(_) | WeightUpdate::Packed(_) => match pushed {
+            Some(digest) => return TowerChange::Pushed(digest),
+            // The tower keeps its base.
+            None => touches_tower(&core.policy.merged()),
+        },
         // Without a policy, the checkpoint becomes the base.
         WeightUpdate::Lora(adapter) => {
             !core.state.has_policy() || touches_tower(&core.policy.merged()) || touches_tower(adapter)
@@ -388,24 +391,44 @@ fn tower_change<X: Executor>(core: &EngineCore<X>, content: &WeightUpdate, pushe
 /// Replaces all parameters by tensors, of which some may have been written before.
 fn apply_full<X: Executor>(core: &mut EngineCore<X>, tensors: Arc<Tensors>) -> Attempt<()> {
     core.order(WeightOrder::Replace { tensors }).map_err(Failure::or_fatal)?;
-    replace_all(core);
+    replace_all_but(core, &HashSet::new());
     Ok(())
 }
 
 /// Exchanges the weights for shadow weights that hold the new policy. The storage of the old weights is kept for
 /// the next FULL push, unless its memory had been released: finding fresh pages costs more than writing to them.
 fn apply_packed<X: Executor>(core: &mut EngineCore<X>, shadow: ShadowWeights) -> Attempt<()> {
+    let kept = shadow.kept().clone();
+    restore_kept(core, &kept)?;
     let had_memory = core.state.has_policy();
     let replaced = core.executor.exchange(shadow).map_err(Failure::Fatal)?;
     core.spare = had_memory.then_some(replaced);
-    replace_all(core);
+    replace_all_but(core, &kept);
     Ok(())
 }
 
-/// Notes that every parameter of the base was pushed, and that nothing is merged.
-fn replace_all<X: Executor>(core: &mut EngineCore<X>) {
-    let all = core.parameters.iter().map(|spec| spec.name.clone());
-    core.policy.replace(all);
+/// Gives the parameters that a FULL push keeps their base, without the adapter that is merged into them.
+fn restore_kept<X: Executor>(core: &mut EngineCore<X>, kept: &HashSet<String>) -> Attempt<()> {
+    let merged = core.policy.merged();
+    if !kept.is_empty() && !core.state.has_policy() {
+        let why = "keep_missing: the weights are missing, so there are none to keep; push every parameter";
+        return Err(Failure::Refused(Error::FailedPrecondition(why.into())));
+    }
+    if !merged.parameters().any(|name| kept.contains(name)) {
+        return Ok(());
+    }
+    let order = WeightOrder::Merge { before: merged, after: Arc::new(Adapter::none()) };
+    core.check_order(&order)?;
+    core.order(order)?;
+    forget_merged(core);
+    Ok(())
+}
+
+/// Notes that every parameter of the base was pushed except for those that are `kept`, and that nothing is merged.
+fn replace_all_but<X: Executor>(core: &mut EngineCore<X>, kept: &HashSet<String>) {
+    let pushed: Vec<String> =
+        core.parameters.iter().map(|spec| &spec.name).filter(|name| !kept.contains(*name)).cloned().collect();
+    core.policy.replace(pushed.into_iter());
     forget_merged(core);
 }
 

@@ -47,8 +47,8 @@ pub trait Executor {
     /// # Errors
     /// `ResourceExhausted` if the system cannot map them.
     fn shadow_weights(&mut self) -> Result<ShadowWeights>;
-    /// Serves from `shadow`, in which every parameter has its value, and returns the storage that served before. The
-    /// values of `shadow` become the base.
+    /// Serves from `shadow`, and returns the storage that served before. The values of `shadow` become the base. The
+    /// parameters that `shadow` keeps stay as they are.
     fn exchange(&mut self, shadow: ShadowWeights) -> Result<ShadowWeights>;
     /// Bytes of whole rows of a parameter in the dtype in which it serves (row-major, little-endian), gathered from the
     /// ranks.

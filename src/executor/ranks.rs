@@ -179,10 +179,11 @@ impl Executor for Ranks {
     }
 
     fn exchange(&mut self, shadow: ShadowWeights) -> Result<ShadowWeights> {
+        let kept = shadow.kept().clone();
         let mut ranks = shadow.into_ranks().into_iter();
         let exchange = || {
-            let shards = ranks.next().unwrap_or_default();
-            move |runner: &mut ModelRunner| runner.exchange(shards)
+            let (shards, kept) = (ranks.next().unwrap_or_default(), kept.clone());
+            move |runner: &mut ModelRunner| runner.exchange(shards, &kept)
         };
         self.on_all(exchange).map(ShadowWeights::new)
     }

@@ -1,5 +1,6 @@
 //! One rank's model: the forward pass of a step, and on rank 0 the sampling of its tasks.
 
+use std::collections::HashSet;
 use std::ops::Range;
 
 use candle_core::Tensor;
@@ -217,9 +218,9 @@ impl ModelRunner {
     }
 
     /// See [`RankWeights::exchange`].
-    pub fn exchange(&mut self, shards: Vec<ShadowShard>) -> Result<Vec<ShadowShard>> {
+    pub fn exchange(&mut self, shards: Vec<ShadowShard>, kept: &HashSet<String>) -> Result<Vec<ShadowShard>> {
         self.ops.drop_graphs();
-        self.weights.exchange(shards)
+        self.weights.exchange(shards, kept)
     }
 
     /// Gives memory back to the system; see [`RankWeights::release`].

@@ -16,7 +16,6 @@ use std::collections::HashMap;
 
 use config::ModelConfig;
 use parameterized::Visitor;
-use tower::Tower;
 
 use crate::error::Result;
 
@@ -25,13 +24,13 @@ pub use context::{ForwardContext, PlacedEmbeddings};
 pub use decoder::Decoder;
 pub use layers::Build;
 pub use parameterized::{ParamSlot, Parameterized};
-pub use tower::{TowerShape, TowerWorkspace};
+pub use tower::{Tower, TowerShape, TowerWorkspace};
 pub use workspace::{LOGITS_ROWS, Workspace, WorkspaceShape, kv_bytes_per_block, kv_caches};
 
 /// This rank's part of a model.
 pub struct Model {
     pub decoder: Decoder,
-    /// `None` for a model of text alone.
+    /// `None` for a model that takes no images.
     pub tower: Option<Tower>,
     /// For each parameter's name, the index in [`Parameterized::parts`] of the part that has it.
     part_of: HashMap<String, usize>,
@@ -42,17 +41,18 @@ pub struct Model {
 pub struct ModelLimits {
     /// Tokens of a sequence.
     pub max_model_len: usize,
-    /// Tokens of a picture.
+    /// Tokens of a picture; 0 for a model without its vision tower.
     pub max_image_tokens: usize,
 }
 
 impl Model {
     /// Its matrices have no memory until they are restored; its weights are set through [`Parameterized::visit`].
     pub fn new(config: &ModelConfig, build: &Build, limits: ModelLimits) -> Result<Self> {
+        let vision = config.vision.as_ref().filter(|_| limits.max_image_tokens > 0);
         let tower = |vision| Tower::new(vision, build, limits.max_image_tokens);
         let mut model = Self {
             decoder: Decoder::new(config, build, limits.max_model_len)?,
-            tower: config.vision.as_ref().map(tower).transpose()?,
+            tower: vision.map(tower).transpose()?,
             part_of: HashMap::new(),
         };
         let mut part_of = HashMap::new();

@@ -149,6 +149,7 @@ fn fixed_entries(
         (MemoryUse::Workspace, (activations + scratch) * world as u64),
         (MemoryUse::TowerWorkspace, of_tower(TowerShape::workspace_bytes)),
         (MemoryUse::Embeddings, of_tower(TowerShape::embedding_bytes)),
+        (MemoryUse::Images, if tower.is_some() { config.image_bytes } else { 0 }),
         (MemoryUse::Adapters, adapters.sum::<Result<u64>>()?),
         (MemoryUse::PageRounding, devices.rounding_bytes()),
         (MemoryUse::CopyBuffers, devices.host_bytes(LOGITS_ROWS * model.vocab_size * size_of::<f32>())),

@@ -13,7 +13,7 @@ use crate::executor::{ModelRunner, RankWeights, Ranks};
 use crate::memory::human_bytes;
 use crate::model::config::ModelConfig;
 use crate::model::{Model, WorkspaceShape, kv_caches};
-use crate::weights::Checkpoint;
+use crate::weights::{Checkpoint, Parameters};
 
 /// How a rank gets its communicator, on its own thread.
 pub(super) enum CommunicatorPlan {
@@ -109,10 +109,10 @@ pub(super) struct LoadProgress {
 }
 
 impl LoadProgress {
-    pub fn new(checkpoint: &Checkpoint, world: usize) -> Self {
-        let total: u64 =
-            checkpoint.names().iter().filter_map(|n| checkpoint.stored_bytes(n).ok()).map(|b| b as u64).sum();
-        Self { total: total * world as u64, loaded: AtomicU64::new(0), started: Instant::now() }
+    pub fn new(checkpoint: &Checkpoint, parameters: &Parameters) -> Self {
+        let bytes = parameters.iter().filter_map(|spec| checkpoint.stored_bytes(&spec.name).ok());
+        let total: u64 = bytes.map(|bytes| bytes as u64).sum();
+        Self { total: total * parameters.world() as u64, loaded: AtomicU64::new(0), started: Instant::now() }
     }
 
     fn add(&self, bytes: u64) {

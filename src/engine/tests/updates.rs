@@ -1,5 +1,7 @@
 //! The effect of an update on requests, under each [`RunningPolicy`].
 
+use std::collections::HashSet;
+
 use super::rig::*;
 use crate::engine::*;
 use crate::memory::MemoryUse;
@@ -325,6 +327,36 @@ fn a_packed_push_is_exchanged_at_its_commit() {
     assert_eq!(rig.reserved(MemoryUse::BaseCopies), 60);
     assert!(shadow(rig.begin(begin(UpdateKind::Lora)).unwrap().mode).is_none());
     rig.engine.updates.roll_back(&mut rig.engine.core);
+    rig.assert_clean();
+}
+
+#[test]
+fn parameters_that_a_push_keeps_have_their_base_afterwards() {
+    let mut rig = Rig::new();
+    let merged = adapter(&rig.engine.core.parameters, 1, 1);
+    let ticket = rig.begin(begin(UpdateKind::Lora)).unwrap();
+    told(&rig.commit(ticket.id, WeightUpdate::Lora(merged.clone()))).reply().unwrap();
+    let kept: HashSet<String> = merged.parameters().take(1).map(String::from).collect();
+    let commit = |rig: &mut Rig, kept: &HashSet<String>| {
+        let ticket = rig.begin(begin(UpdateKind::Full)).unwrap();
+        let mut packed = shadow(ticket.mode).expect("FULL is packed");
+        packed.keep(kept.clone());
+        rig.did();
+        told(&rig.commit(ticket.id, WeightUpdate::Packed(packed))).reply()
+    };
+    commit(&mut rig, &kept).unwrap();
+    // The adapter is taken out first.
+    assert_eq!(rig.did(), [Did::Merge, Did::Exchange]);
+    let policy = &rig.engine.core.policy;
+    assert!(!policy.is_replaced(kept.iter().next().unwrap()) && policy.has_replaced());
+    assert_eq!(rig.reserved(MemoryUse::MergedAdapter), 0);
+    commit(&mut rig, &kept).unwrap();
+    assert_eq!(rig.did(), [Did::Exchange], "nothing is merged");
+    told(&rig.sleep(SleepLevel::Two, DrainMode::Wait)).reply().unwrap();
+    rig.wake(true, true, false).unwrap();
+    let error = commit(&mut rig, &kept).unwrap_err();
+    assert!(matches!(&error, Error::FailedPrecondition(why) if why.contains("none to keep")), "{error}");
+    commit(&mut rig, &HashSet::new()).unwrap();
     rig.assert_clean();
 }
 

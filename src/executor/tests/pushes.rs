@@ -6,7 +6,7 @@ use rand::Rng;
 
 use super::harness::{DTYPES, MODELS, Setup, fixture, outputs, random, worlds};
 use crate::executor::{Executor, Ranks, WeightOrder};
-use crate::weights::{Adapter, ParamSpec};
+use crate::weights::{Adapter, ParamSpec, is_of_tower};
 
 const ALL: [&str; 7] = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"];
 
@@ -129,6 +129,27 @@ fn what_is_exchanged_for_a_packed_push_is_a_fresh_start_and_the_base_from_then_o
                 // Not into the base that the adapter before was merged into.
                 merge(&mut ranks, &none, &adapter);
                 setup.assert_serves(&mut ranks, &setup.merged(&rounded(&again), &adapter), "merged again");
+            }
+        }
+    }
+}
+
+#[test]
+fn what_a_packed_push_keeps_is_as_it_was() {
+    for model in ["qwen2_5_vl", "internvl3"] {
+        for world in worlds(model) {
+            for dtype in DTYPES {
+                let setup = Setup::open(&fixture(model), dtype, world);
+                let (base, pushed) = (setup.base(), setup.random_values(3));
+                let names: Vec<&str> = setup.parameters.iter().map(|spec| spec.name.as_str()).collect();
+                let mut ranks = setup.ranks();
+                let mut shadow = setup.staged(&mut ranks, &pushed);
+                shadow.keep(names.iter().filter(|name| is_of_tower(name)).map(|name| name.to_string()).collect());
+                drop(ranks.exchange(shadow).unwrap());
+                let of_both = names.iter().zip(base.iter().zip(&pushed));
+                let expected: Vec<Vec<f32>> =
+                    of_both.map(|(name, (old, new))| if is_of_tower(name) { old } else { new }.clone()).collect();
+                setup.assert_serves(&mut ranks, &bytes_of(&setup, &expected), "exchanged");
             }
         }
     }

@@ -1,6 +1,6 @@
 //! Shadow weights: storage beside the serving weights for a FULL push, and the exchange of the two.
 
-use std::collections::HashMap;
+use std::collections::HashSet;
 
 use rollout_kernels::Matrix;
 
@@ -33,21 +33,28 @@ impl RankWeights {
         Ok(shards)
     }
 
-    /// Serves from `shards`, which are from [`RankWeights::shadow_shards`] and have a value for every parameter.
-    /// Returns the storage that served before, for the next push. The values of `shards` become the base.
+    /// Serves from `shards`, which are from [`RankWeights::shadow_shards`] and have a value for every parameter but
+    /// those that are `kept`, and stay as they are: all parameters of a matrix, or none. Returns the storage that served
+    /// before, for the next push. The values of `shards` become the base.
     ///
     /// # Errors
     /// `ResourceExhausted` if there is not enough memory for weights that were released.
-    pub fn exchange(&mut self, mut shards: Vec<ShadowShard>) -> Result<Vec<ShadowShard>> {
+    pub fn exchange(&mut self, mut shards: Vec<ShadowShard>, kept: &HashSet<String>) -> Result<Vec<ShadowShard>> {
         let mut matrices = shards.iter_mut().filter_map(ShadowShard::as_matrix_mut);
-        self.model.visit_matrices(&mut |_, matrix| {
+        self.model.visit_matrices(&mut |specs, matrix| {
             let other = matrices.next().expect("the shadow weights have every matrix");
+            if specs.iter().any(|spec| kept.contains(&spec.name)) {
+                return Ok(());
+            }
             std::mem::swap(matrix, other);
             Ok(other.restore()?)
         })?;
         let vectors = shards.last().expect("the shadow weights have the vectors");
         let Self { model, bases, missing } = self;
         model.visit(&mut |spec, slot| {
+            if kept.contains(&spec.name) {
+                return Ok(());
+            }
             if let ParamSlot::Vector { vector, offset } = slot {
                 let new = vectors.vector(&spec.name).expect("the shadow weights have every vector");
                 vector.write(offset, new)?;
@@ -55,8 +62,8 @@ impl RankWeights {
             bases.replaced.insert(spec.name.clone());
             Ok(())
         })?;
-        bases.copies = HashMap::new();
-        missing.clear();
+        bases.copies.retain(|name, _| kept.contains(name));
+        missing.retain(|name| kept.contains(name));
         Ok(shards)
     }
 }

@@ -54,6 +54,11 @@ pub(in crate::server) fn header(header: pb::Header) -> Result<(UpdateHeader, Vec
     only("header.adapter", !header.adapter.is_empty(), UpdateKind::Lora, "LORA")?;
     only("header.adapter_config", !header.adapter_config.is_empty(), UpdateKind::Lora, "LORA")?;
     only("header.in_place", header.in_place, UpdateKind::Full, "FULL")?;
+    only("header.keep_missing", header.keep_missing, UpdateKind::Full, "FULL")?;
+    if header.keep_missing && header.in_place {
+        let message = "is not possible with in_place, which overwrites the values that would be kept; leave one out";
+        return Err(Error::invalid("header.keep_missing", message));
+    }
     if kind == UpdateKind::Delta && header.expected_version.is_none() {
         return Err(Error::invalid("header.expected_version", "is missing; a DELTA is against a version, name it"));
     }
@@ -68,6 +73,7 @@ pub(in crate::server) fn header(header: pb::Header) -> Result<(UpdateHeader, Vec
         force_version: header.force_version,
         running,
         in_place: header.in_place,
+        keep_missing: header.keep_missing,
         total_bytes: header.total_bytes,
     };
     Ok((checked, tensors(header.tensors, 0)?))

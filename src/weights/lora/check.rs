@@ -1,6 +1,7 @@
 //! Checks an adapter's tensors against its configuration and the model, before any of their values is there.
 
 use std::collections::{BTreeMap, BTreeSet};
+use std::ops::Range;
 
 use super::AdapterTensor;
 use super::config::{AdapterConfig, TrainedBias};
@@ -8,7 +9,7 @@ use super::names::{PREFIX, TensorName, TensorRole};
 use super::spec::{AdapterSpec, ChangeSpec, DeltaSpec, FactorKind, LowRankSpec, WholeSpec};
 use crate::error::{Error, Result};
 use crate::memory::Traffic;
-use crate::weights::parameters::{Dtype, Parameters, canonical, matrix_shape, stored_parameters};
+use crate::weights::parameters::{Dtype, Parameters, all_names, canonical, matrix_shape, stored_parameters};
 
 const EMBEDDING: &str = "model.embed_tokens";
 const HEAD: &str = "lm_head";
@@ -111,6 +112,9 @@ struct Checker<'a> {
 impl Checker<'_> {
     /// Notes what a module's factors change; nothing for a module without factors.
     fn adapt(&mut self, name: &str, module: &Module) -> Result<()> {
+        if self.is_ignored(&format!("{name}.weight")) {
+            return Ok(());
+        }
         let linear = self.pair(name, module, (TensorRole::A, "lora_A.weight"), (TensorRole::B, "lora_B.weight"))?;
         let embedding = self.pair(
             name,
@@ -154,6 +158,28 @@ impl Checker<'_> {
             (None, Some(&b)) => missing(first_name, b),
             (None, None) => Ok(None),
         }
+    }
+
+    /// Whether a weight or bias is of a vision tower that is not served.
+    fn is_ignored(&self, parameter: &str) -> bool {
+        stored_parameters(parameter).iter().any(|part| self.parameters.is_ignored(part))
+    }
+
+    /// The parameters that one tensor has, one below the other, with the first row of each and their number of rows;
+    /// and its shape. `None` if the model has no such parameter.
+    fn rows_of(&self, parameter: &str) -> Option<(Vec<(String, Range<usize>)>, Vec<usize>)> {
+        let (mut parts, mut shape, mut rows) = (Vec::new(), Vec::new(), 0);
+        for part in stored_parameters(parameter) {
+            let spec = self.parameters.get(&part)?;
+            let (count, _) = matrix_shape(&spec.shape);
+            parts.push((part, rows..rows + count));
+            rows += count;
+            shape.clone_from(&spec.shape);
+        }
+        if parts.len() > 1 {
+            shape[0] = rows;
+        }
+        Some((parts, shape))
     }
 
     /// The name of a module in the adapter.
@@ -223,7 +249,6 @@ impl Checker<'_> {
 
     fn adapt_bias(&mut self, name: &str, module: &Module, a: usize, scaling: f32) -> Result<()> {
         let parameter = format!("{name}.bias");
-        let rows = self.parameters.get(&parameter).map(|spec| matrix_shape(&spec.shape).0);
         match (module.get(&TensorRole::BiasOfB), self.config.lora_bias) {
             (None, false) => Ok(()),
             (None, true) => Err(Error::invalid(
@@ -234,11 +259,14 @@ impl Checker<'_> {
                 Err(self.wrong(tensor, "is here, but adapter_config.lora_bias is not true".into()))
             }
             (Some(&tensor), true) => {
-                let Some(rows) = rows else {
+                let Some((parts, shape)) = self.rows_of(&parameter) else {
                     return Err(self.wrong(tensor, format!("cannot be merged: {name} has no bias in this model")));
                 };
-                self.expect_shape(tensor, &[rows])?;
-                self.set_delta(&parameter, tensor, DeltaSpec::Bias { tensor, rows, scaling })
+                self.expect_shape(tensor, &shape)?;
+                parts.into_iter().try_for_each(|(part, rows)| {
+                    let (first_row, rows) = (rows.start, rows.len());
+                    self.set_delta(&part, tensor, DeltaSpec::Bias { tensor, first_row, rows, scaling })
+                })
             }
         }
     }
@@ -307,15 +335,18 @@ impl Checker<'_> {
         let kind = if matches!(role, TensorRole::Weight | TensorRole::BaseWeight) { "weight" } else { "bias" };
         let second_name = name == HEAD && kind == "weight" && self.parameters.tied_head();
         let parameter = format!("{}.{kind}", if second_name { EMBEDDING } else { name });
-        let Some(spec) = self.parameters.get(&parameter) else {
+        if self.is_ignored(&parameter) {
+            return Ok(());
+        }
+        let Some((parts, shape)) = self.rows_of(&parameter) else {
             return Err(self.wrong(tensor, format!("the model has no {parameter}; ListParameters names what it has")));
         };
-        let (shape, (rows, cols)) = (spec.shape.clone(), matrix_shape(&spec.shape));
+        let (_, cols) = matrix_shape(&shape);
         self.expect_shape(tensor, &shape)?;
         if of_base && !module.contains_key(&TensorRole::A) && !module.contains_key(&TensorRole::EmbeddingA) {
             return Err(self.wrong(tensor, "is the base of an adapter that is not there".into()));
         }
-        if !expected.contains(&parameter) {
+        if !parts.iter().all(|(part, _)| expected.contains(part)) {
             let message = "neither modules_to_save nor bias of adapter_config names it";
             return if of_base { Ok(()) } else { Err(self.wrong(tensor, message.into())) };
         }
@@ -324,12 +355,16 @@ impl Checker<'_> {
         }
         let stored = self.tensors[tensor].dtype;
         let dtype = if self.parameters.dtype() == Dtype::Bf16 { Dtype::Bf16 } else { stored };
-        let change = self.changes.entry(parameter).or_default();
-        if matches!(change.delta, Some(DeltaSpec::LowRank(_))) {
-            return Err(self.wrong(tensor, "is of a module that is adapted; modules_to_save cannot name it too".into()));
-        }
-        if let Some(other) = change.whole.replace(WholeSpec { tensor, dtype, rows, cols }) {
-            return Err(self.wrong(tensor, format!("is twice; the other is {}", self.name(other.tensor))));
+        for (part, rows) in parts {
+            let change = self.changes.entry(part).or_default();
+            if matches!(change.delta, Some(DeltaSpec::LowRank(_))) {
+                let message = "is of a module that is adapted; modules_to_save cannot name it too";
+                return Err(self.wrong(tensor, message.into()));
+            }
+            let whole = WholeSpec { tensor, dtype, first_row: rows.start, rows: rows.len(), cols };
+            if let Some(other) = change.whole.replace(whole) {
+                return Err(self.wrong(tensor, format!("is twice; the other is {}", self.name(other.tensor))));
+            }
         }
         Ok(())
     }
@@ -342,13 +377,14 @@ impl Checker<'_> {
         let mut saved = BTreeSet::new();
         for key in &self.config.modules_to_save {
             let of_key = |name: &str| name.match_indices('.').any(|(end, _)| name[..end].ends_with(key.as_str()));
-            let names = self.parameters.iter().map(|spec| spec.name.as_str()).filter(|name| of_key(name));
+            let is_of_key = |name: &str| all_names(name, self.parameters).iter().any(|name| of_key(name));
+            let names = self.parameters.pushable().map(|spec| spec.name.as_str()).filter(|name| is_of_key(name));
             let names: Vec<String> = names.map(str::to_string).collect();
             let head = tied && HEAD.ends_with(key.as_str());
             if names.is_empty() && !head {
                 return Err(Error::invalid(field, format!("{key:?} is the end of no module's name in this model")));
             }
-            saved.extend(names);
+            saved.extend(names.into_iter().filter(|name| !self.parameters.is_ignored(name)));
             if !tied || !(head || saved.contains(&embedding)) {
                 continue;
             }
@@ -374,7 +410,7 @@ impl Checker<'_> {
             }
             TrainedBias::Adapted => {
                 let adapted = modules.iter().filter(|(_, module)| module.contains_key(&TensorRole::A));
-                let biases = adapted.map(|(name, _)| format!("{name}.bias"));
+                let biases = adapted.flat_map(|(name, _)| stored_parameters(&format!("{name}.bias")));
                 biases.filter(|bias| self.parameters.get(bias).is_some()).collect()
             }
         }

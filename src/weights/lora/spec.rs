@@ -1,6 +1,7 @@
 //! The changes that an adapter will make to each parameter, known before its values are there.
 
 use std::collections::BTreeMap;
+use std::ops::Range;
 
 use rollout_kernels::host::round;
 use rollout_kernels::{LoraDelta, LowRank, Magnitude, Replacement, WeightChange};
@@ -30,6 +31,8 @@ pub(super) struct WholeSpec {
     pub tensor: usize,
     /// The dtype in which the adapter keeps the values.
     pub dtype: Dtype,
+    /// The row of the tensor that the parameter's rows begin with: not 0 for fused projections.
+    pub first_row: usize,
     pub rows: usize,
     pub cols: usize,
 }
@@ -38,7 +41,7 @@ pub(super) struct WholeSpec {
 #[derive(Debug)]
 pub(super) enum DeltaSpec {
     LowRank(LowRankSpec),
-    Bias { tensor: usize, rows: usize, scaling: f32 },
+    Bias { tensor: usize, first_row: usize, rows: usize, scaling: f32 },
 }
 
 /// A [`LowRank`] without its values, for a parameter `[rows, cols]`.
@@ -83,6 +86,13 @@ impl AdapterSpec {
     }
 }
 
+impl WholeSpec {
+    /// The parameter's values in the tensor.
+    fn elements(&self) -> Range<usize> {
+        self.first_row * self.cols..(self.first_row + self.rows) * self.cols
+    }
+}
+
 impl ChangeSpec {
     fn bytes(&self) -> u64 {
         let whole = self.whole.map_or(0, |whole| whole.rows * whole.cols * whole.dtype.size());
@@ -98,7 +108,7 @@ impl ChangeSpec {
 
     fn build<'t>(self, serving: Dtype, values: &dyn Fn(usize) -> TensorData<'t>) -> WeightChange {
         let replacement = self.whole.map(|whole| Replacement {
-            values: match (serving, values(whole.tensor)) {
+            values: match (serving, values(whole.tensor).part(whole.elements())) {
                 (Dtype::Bf16, data) => TensorData::Bf16(data.into_bf16()).into_owned(),
                 (_, data) => data.into_owned(),
             },
@@ -106,8 +116,8 @@ impl ChangeSpec {
         });
         let delta = self.delta.map(|delta| match delta {
             DeltaSpec::LowRank(low_rank) => LoraDelta::LowRank(low_rank.build(values)),
-            DeltaSpec::Bias { tensor, scaling, .. } => {
-                let data = values(tensor);
+            DeltaSpec::Bias { tensor, first_row, rows, scaling } => {
+                let data = values(tensor).part(first_row..first_row + rows);
                 let dtype = data.dtype();
                 let mut bias = data.into_f32().into_owned();
                 bias.iter_mut().for_each(|x| *x *= scaling);

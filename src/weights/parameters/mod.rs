@@ -14,7 +14,8 @@ use names::VisionNames;
 
 pub use names::is_of_tower;
 pub(in crate::weights) use names::{
-    EMBEDDING, ParameterMapping, canonical, largest_tensor_bytes, nearest, resolve, stored_parameters,
+    EMBEDDING, ParameterMapping, all_names, canonical, largest_tensor_bytes, nearest, resolve, stored_parameters,
+    stored_with,
 };
 pub use partition::Partition;
 pub use shard::{ParamSpec, ShardRule, Slice, head_range, matrix_shape, padded_share};
@@ -30,6 +31,8 @@ pub struct Parameters {
     dtype: Dtype,
     world: usize,
     tied_head: bool,
+    /// Parameters that the model has but does not serve, by their names: pushes may bring them, and they are ignored.
+    ignored: HashMap<String, ParamSpec>,
     /// `None` for a model of text alone.
     vision_names: Option<&'static VisionNames>,
 }
@@ -39,8 +42,15 @@ impl Parameters {
     /// embedding: `lm_head.weight` is another name of `model.embed_tokens.weight`, and no parameter of its own.
     pub fn new(specs: Vec<ParamSpec>, dtype: Dtype, world: usize, tied_head: bool) -> Self {
         let index = specs.iter().enumerate().map(|(i, spec)| (spec.name.clone(), i)).collect();
-        let vision_names = specs.iter().find_map(|spec| VisionNames::of_parameter(&spec.name));
-        Self { specs, index, dtype, world, tied_head, vision_names }
+        let (vision_names, ignored) = (VisionNames::of_parameters(&specs), HashMap::new());
+        Self { specs, index, dtype, world, tied_head, ignored, vision_names }
+    }
+
+    /// The same with further parameters, of a vision tower that is not served.
+    pub fn with_ignored(self, specs: Vec<ParamSpec>) -> Self {
+        let vision_names = self.vision_names.or(VisionNames::of_parameters(&specs));
+        let ignored = specs.into_iter().map(|spec| (spec.name.clone(), spec)).collect();
+        Self { ignored, vision_names, ..self }
     }
 
     pub fn iter(&self) -> impl Iterator<Item = &ParamSpec> {
@@ -58,6 +68,21 @@ impl Parameters {
     /// The parameter of this name.
     pub fn get(&self, name: &str) -> Option<&ParamSpec> {
         self.index.get(name).map(|&i| &self.specs[i])
+    }
+
+    /// Whether the model has a parameter of this name that it does not serve.
+    pub fn is_ignored(&self, name: &str) -> bool {
+        self.ignored.contains_key(name)
+    }
+
+    /// The parameter of this name, whether it serves or is ignored.
+    fn find(&self, name: &str) -> Option<&ParamSpec> {
+        self.get(name).or_else(|| self.ignored.get(name))
+    }
+
+    /// All parameters that a push may bring: those that serve, and those that are ignored.
+    pub(in crate::weights) fn pushable(&self) -> impl Iterator<Item = &ParamSpec> {
+        self.specs.iter().chain(self.ignored.values())
     }
 
     /// The dtype in which the parameters serve: `F32` or `Bf16`.

@@ -2,7 +2,7 @@
 
 use std::borrow::Cow;
 
-use super::Parameters;
+use super::{ParamSpec, Parameters};
 
 /// Names that FSDP, torch.compile, activation checkpointing and PEFT give to a module that they wrap, as segments of
 /// the names of its parameters.
@@ -87,9 +87,28 @@ const PROJECTOR: &str = "multi_modal_projector.";
 const VISION_NAMES: [&VisionNames; 2] = [&QWEN2_5_VL, &INTERNVL];
 
 impl VisionNames {
+    /// Those of a model with these parameters, if some are of a vision tower.
+    pub fn of_parameters(specs: &[ParamSpec]) -> Option<&'static Self> {
+        specs.iter().find_map(|spec| Self::of_parameter(&spec.name))
+    }
+
     /// Those of a model that has a parameter of this name, if it is one of a vision tower.
     pub fn of_parameter(name: &str) -> Option<&'static Self> {
         VISION_NAMES.into_iter().find(|names| name.starts_with(names.tower))
+    }
+
+    /// The other names of a parameter: in checkpoints, in memory, and in vLLM.
+    fn others(&self, parameter: &str) -> Vec<String> {
+        let all = self.sent.iter().chain(self.stored);
+        let found = all.filter_map(|(prefix, own)| {
+            let rest = parameter.strip_prefix(own)?;
+            let other_segments = self.segments.filter(|(tower, _)| tower == own && !prefix.ends_with(tower));
+            let Some((_, segments)) = other_segments else { return Some(format!("{prefix}{rest}")) };
+            let rename =
+                |segment| segments.iter().find(|(_, own)| *own == segment).map_or(segment, |(other, _)| *other);
+            Some(format!("{prefix}{}", rest.split('.').map(rename).collect::<Vec<&str>>().join(".")))
+        });
+        found.collect()
     }
 
     /// The parameter's or module's name for one that begins with one of `prefixes`.
@@ -126,20 +145,28 @@ pub(in crate::weights) struct FusedPart {
     pub first_row: usize,
 }
 
-impl ParameterMapping {
-    pub fn is_fused(&self) -> bool {
-        self.parts.len() > 1
-    }
+/// The parameters that a tensor of this name brings, without those that are ignored; `None` if the model has none for
+/// it.
+pub(in crate::weights) fn resolve(name: &str, parameters: &Parameters) -> Option<ParameterMapping> {
+    let mut mapping = find(name, parameters)?;
+    mapping.parts.retain(|part| !parameters.is_ignored(&part.parameter));
+    Some(mapping)
 }
 
-/// The parameters that a tensor of this name brings; `None` if the model has none for it.
-pub(in crate::weights) fn resolve(name: &str, parameters: &Parameters) -> Option<ParameterMapping> {
+/// All names that trainers and checkpoints may have for a parameter.
+pub(in crate::weights) fn all_names(parameter: &str, parameters: &Parameters) -> Vec<String> {
+    let others = parameters.vision_names().map_or_else(Vec::new, |names| names.others(parameter));
+    std::iter::once(parameter.to_string()).chain(others).collect()
+}
+
+/// The parameters that a tensor of this name has, whether they serve or are ignored.
+fn find(name: &str, parameters: &Parameters) -> Option<ParameterMapping> {
     let name = canonical(&plain_name(name), parameters).into_owned();
     if BUFFERS.iter().any(|buffer| name.ends_with(buffer)) {
         return Some(ParameterMapping::default());
     }
     let tied_head = name == HEAD && parameters.tied_head();
-    if let Some(spec) = parameters.get(if tied_head { EMBEDDING } else { &name }) {
+    if let Some(spec) = parameters.find(if tied_head { EMBEDDING } else { &name }) {
         let part = FusedPart { parameter: spec.name.clone(), first_row: 0 };
         return Some(ParameterMapping { parts: vec![part], shape: Some(spec.shape.clone()), tied_head });
     }
@@ -182,7 +209,7 @@ fn fused(name: &str, parameters: &Parameters) -> Option<ParameterMapping> {
     let mut mapping = ParameterMapping::default();
     let mut rows = 0;
     for projection in projections {
-        let spec = parameters.get(&format!("{block}.{projection}.{kind}"))?;
+        let spec = parameters.find(&format!("{block}.{projection}.{kind}"))?;
         let (&part_rows, rest) = spec.shape.split_first()?;
         mapping.parts.push(FusedPart { parameter: spec.name.clone(), first_row: rows });
         rows += part_rows;
@@ -201,6 +228,18 @@ fn stored_together(name: &str) -> Option<Vec<String>> {
         .map(|_| projections.map(|projection| format!("{block}.{projection}.{kind}")).to_vec())
 }
 
+/// The other parameters that a matrix has with this one, because their projections have the same input.
+pub(in crate::weights) fn stored_with(name: &str) -> Vec<String> {
+    let of_projection = || {
+        let (module, kind) = name.rsplit_once('.')?;
+        let (block, projection) = module.rsplit_once('.')?;
+        let (_, projections) = FUSED.iter().find(|(_, projections)| projections.contains(&projection))?;
+        let others = projections.iter().filter(|other| **other != projection);
+        Some(others.map(|other| format!("{block}.{other}.{kind}")).collect())
+    };
+    of_projection().unwrap_or_default()
+}
+
 /// Bytes in float32 of the largest tensor that can be pushed, fused ones among them.
 pub(in crate::weights) fn largest_tensor_bytes(parameters: &Parameters) -> u64 {
     let elements = |shape: &[usize]| shape.iter().product::<usize>();
@@ -212,7 +251,7 @@ pub(in crate::weights) fn largest_tensor_bytes(parameters: &Parameters) -> u64 {
         });
         fused.map(|shape| elements(&shape)).max().unwrap_or(0)
     };
-    let largest = parameters.iter().map(|spec| elements(&spec.shape).max(whole(&spec.name))).max();
+    let largest = parameters.pushable().map(|spec| elements(&spec.shape).max(whole(&spec.name))).max();
     (largest.unwrap_or(0) as u64).saturating_mul(size_of::<f32>() as u64)
 }
 

@@ -8,17 +8,15 @@ use super::threads::in_parallel;
 use super::verify::first_not_finite;
 use crate::error::{Error, Result};
 use crate::weights::parameters::Dtype;
-use crate::weights::update::{Delta, GAP_BYTES, ParameterDelta, TensorBuffer, TensorEntry};
+use crate::weights::update::{Delta, GAP_BYTES, TensorBuffer, TensorDelta, TensorEntry};
 
 /// Decodes the payloads of a push, all of which are verified and kept, several at a time.
 ///
 /// # Errors
 /// As for [`decode`].
 pub(super) fn decode_all(manifest: &mut Manifest) -> Result<Delta> {
-    let names: Vec<Option<String>> = (0..manifest.tensors.len())
-        .map(|i| (!manifest.is_second_name(i)).then(|| manifest.tensors[i].mapping.parts[0].parameter.clone()))
-        .collect();
-    let mut decoded: Vec<Option<ParameterDelta>> = manifest.tensors.iter().map(|_| None).collect();
+    let parts = (0..manifest.tensors.len()).map(|i| parts_of(manifest, i)).collect::<Vec<_>>();
+    let mut decoded: Vec<Option<TensorDelta>> = manifest.tensors.iter().map(|_| None).collect();
     let work = manifest.tensors.iter_mut().zip(&mut decoded).map(|work| (changed(&work.0.entry) as usize, work));
     in_parallel(work.collect(), |(tensor, out)| {
         // The compressed bytes are freed as soon as they have been decoded.
@@ -26,8 +24,18 @@ pub(super) fn decode_all(manifest: &mut Manifest) -> Result<Delta> {
         *out = Some(decode(&tensor.entry, &bytes)?);
         Ok(())
     })?;
-    let parameters = names.into_iter().zip(decoded).filter_map(|(name, delta)| Some((name?, delta?))).collect();
-    Ok(Delta { parameters })
+    let divided = parts.into_iter().zip(decoded).filter_map(|(parts, delta)| Some(delta?.divide(parts)));
+    Ok(Delta { parameters: divided.flatten().collect() })
+}
+
+/// The parameters that tensor `index` brings, and the number of elements of each.
+fn parts_of(manifest: &Manifest, index: usize) -> Vec<(String, u64)> {
+    if manifest.is_second_name(index) {
+        return Vec::new();
+    }
+    let elements = |name: &str| manifest.parameters.get(name).map_or(0, |spec| spec.shape.iter().product::<usize>());
+    let parts = manifest.tensors[index].mapping.parts.iter();
+    parts.map(|part| (part.parameter.clone(), elements(&part.parameter) as u64)).collect()
 }
 
 /// How many elements of a tensor have changed.
@@ -46,7 +54,7 @@ pub(super) fn decoded_bytes(changed: u64, dtype: Dtype) -> u64 {
 /// # Errors
 /// `InvalidArgument` naming the tensor if the payload does not have so many elements, an index is outside the tensor or
 /// not above the one before, or a value is not finite.
-pub(super) fn decode(entry: &TensorEntry, payload: &[u8]) -> Result<ParameterDelta> {
+pub(super) fn decode(entry: &TensorEntry, payload: &[u8]) -> Result<TensorDelta> {
     let TensorEntry { name, dtype, shape, .. } = entry;
     let (dtype, changed, elements) = (*dtype, changed(entry) as usize, shape.iter().product::<usize>());
     let refuse = |what: String| Error::invalid("tensors", format!("payload of tensor {name:?}: {what}"));
@@ -78,5 +86,5 @@ pub(super) fn decode(entry: &TensorEntry, payload: &[u8]) -> Result<ParameterDel
     if let Some(i) = first_not_finite(values, dtype) {
         return Err(refuse(format!("the new value of element {} is not finite", indices[i])));
     }
-    Ok(ParameterDelta { dtype, indices, payload: raw })
+    Ok(TensorDelta { dtype, indices, payload: raw })
 }

@@ -9,8 +9,10 @@ use super::tensor::PushedTensor;
 use super::transport::OpenSource;
 use super::verify::Digest;
 use crate::error::{Error, Result};
-use crate::weights::parameters::{Dtype, EMBEDDING, ParameterMapping, Parameters, is_of_tower, nearest, resolve};
-use crate::weights::update::{TensorEntry, UpdateKind};
+use crate::weights::parameters::{
+    Dtype, EMBEDDING, ParameterMapping, Parameters, is_of_tower, nearest, resolve, stored_with,
+};
+use crate::weights::update::{TensorEntry, UpdateHeader, UpdateKind};
 
 /// Most tensors of a push: more than any model has, mixtures of experts with an adapter on each included.
 const MAX_TENSORS: usize = 1 << 20;
@@ -35,6 +37,8 @@ pub(super) struct Manifest {
     head: Option<usize>,
     /// Bytes of the declared tensors.
     pub declared: u64,
+    /// Whether parameters of the vision tower may be missing.
+    keep_missing: bool,
     /// Bytes of all tensors that will be declared, once that is known.
     announced: Option<u64>,
 }
@@ -45,9 +49,9 @@ pub(crate) fn most_announced(parameters: &Parameters) -> u64 {
     float32_bytes(parameters).saturating_mul(2).saturating_add(BUFFER_BYTES)
 }
 
-/// Bytes of all parameters in float32.
+/// Bytes of all parameters in float32, ignored ones too.
 fn float32_bytes(parameters: &Parameters) -> u64 {
-    let elements = parameters.iter().map(|spec| spec.shape.iter().product::<usize>() as u64);
+    let elements = parameters.pushable().map(|spec| spec.shape.iter().product::<usize>() as u64);
     elements.sum::<u64>().saturating_mul(size_of::<f32>() as u64)
 }
 
@@ -56,11 +60,20 @@ fn refuse(message: String) -> Error {
 }
 
 impl Manifest {
-    /// An empty manifest. `announced` is the bytes of all tensors; `None` if the first [`Manifest::add`] declares them
-    /// all.
-    pub fn new(kind: UpdateKind, parameters: Arc<Parameters>, announced: Option<u64>) -> Self {
-        let (tensors, names, covered) = (Vec::new(), HashSet::new(), HashMap::new());
-        Self { kind, parameters, tensors, names, covered, head: None, declared: 0, announced }
+    /// An empty manifest for a push with this header. If the header has no number of bytes, the first
+    /// [`Manifest::add`] declares all tensors.
+    pub fn new(header: &UpdateHeader, parameters: Arc<Parameters>) -> Self {
+        Self {
+            kind: header.kind,
+            parameters,
+            tensors: Vec::new(),
+            names: HashSet::new(),
+            covered: HashMap::new(),
+            head: None,
+            declared: 0,
+            keep_missing: header.keep_missing,
+            announced: header.total_bytes,
+        }
     }
 
     /// Bytes of all tensors of the push, those that will be declared later among them.
@@ -203,8 +216,8 @@ impl Manifest {
             }
             _ => {}
         }
-        if self.kind == UpdateKind::Delta && (mapping.is_fused() || mapping.shape.is_none()) {
-            return Err(refuse(format!("tensor {name:?}: a DELTA names single parameters, as ListParameters does")));
+        if self.kind == UpdateKind::Delta && mapping.shape.is_none() {
+            return Err(refuse(format!("tensor {name:?} is not needed; a DELTA brings parameters only")));
         }
         if mapping.tied_head {
             if let Some(other) = self.head.replace(index) {
@@ -233,16 +246,38 @@ impl Manifest {
         if self.kind != UpdateKind::Full {
             return Ok(());
         }
-        let is_there = |name: &str| self.covered.contains_key(name) || name == EMBEDDING && self.head.is_some();
-        let missing: Vec<&str> =
-            self.parameters.iter().map(|spec| spec.name.as_str()).filter(|name| !is_there(name)).collect();
+        let may_miss = |name: &str| self.keep_missing && is_of_tower(name);
+        let missing: Vec<&str> = self.missing().filter(|name| !may_miss(name)).collect();
         if missing.is_empty() {
-            return Ok(());
+            return self.check_kept();
         }
         let first = missing.iter().take(3).map(|name| format!("{name:?}")).collect::<Vec<_>>().join(", ");
         let more = if missing.len() > 3 { ", ..." } else { "" };
         let (count, all) = (missing.len(), self.parameters.len());
-        Err(refuse(format!("a FULL push brings every parameter; {count} of {all} are missing: {first}{more}")))
+        let whole = if self.keep_missing { "every parameter of the decoder" } else { "every parameter" };
+        Err(refuse(format!("a FULL push brings {whole}; {count} of {all} are missing: {first}{more}")))
+    }
+
+    /// Names of the parameters that no declared tensor brings.
+    pub fn missing(&self) -> impl Iterator<Item = &str> {
+        let is_there = |name: &str| self.covered.contains_key(name) || name == EMBEDDING && self.head.is_some();
+        self.parameters.iter().map(|spec| spec.name.as_str()).filter(move |name| !is_there(name))
+    }
+
+    /// Checks that parameters which are stored together are missing together.
+    ///
+    /// # Errors
+    /// `InvalidArgument` if some of them are missing and others are not.
+    fn check_kept(&self) -> Result<()> {
+        for name in self.missing() {
+            if let Some(there) = stored_with(name).into_iter().find(|other| self.covered.contains_key(other)) {
+                return Err(refuse(format!(
+                    "tensor {name:?} is missing, but {there:?} is not; a push brings both or neither, because they are \
+                     stored together"
+                )));
+            }
+        }
+        Ok(())
     }
 
     /// Checks that the embedding and the head are the same, where they are one parameter and both were declared.

@@ -94,7 +94,7 @@ pub struct VerifiedPush {
     pub update: WeightUpdate,
     /// XXH3-128, big-endian, over the digests of all tensors in the order of their names.
     pub digest: [u8; 16],
-    /// Digest of the values of the vision tower; `None` unless this is a FULL push to a model that has one.
+    /// Digest of the values that a FULL push brings for the vision tower; `None` if it brings none.
     pub tower: Option<[u8; 16]>,
     /// Bytes of all tensors as transported.
     pub bytes: u64,
@@ -119,7 +119,7 @@ impl DeclaredPush {
         }
         let (source, declared) = OpenSource::open(&header, tensors, sources, parameters.len())?;
         let mut push = Self {
-            manifest: Manifest::new(header.kind, parameters, header.total_bytes),
+            manifest: Manifest::new(&header, parameters),
             source,
             adapter: None,
             limits: Limits::default(),
@@ -267,7 +267,11 @@ impl ReceivingPush {
                 parameters = adapter.parameters().count();
                 WeightUpdate::Lora(Arc::new(adapter))
             }
-            (UpdateKind::Full, Mode::Pack(packing)) => WeightUpdate::Packed(packing.shadow),
+            (UpdateKind::Full, Mode::Pack(packing)) => {
+                let mut shadow = packing.shadow;
+                shadow.keep(manifest.missing().map(String::from).collect());
+                WeightUpdate::Packed(shadow)
+            }
             (UpdateKind::Full, _) => {
                 let all = 0..manifest.tensors.len();
                 WeightUpdate::Full(Arc::new(take_tensors(&mut manifest, all)))

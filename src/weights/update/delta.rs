@@ -1,6 +1,8 @@
 //! New values of single elements of parameters.
 
 use std::collections::BTreeMap;
+use std::ops::Range;
+use std::sync::Arc;
 
 use super::tensor_buffer::TensorBuffer;
 use crate::weights::parameters::{Dtype, Slice, TensorData, tensor_of_bytes};
@@ -23,13 +25,22 @@ pub struct Changes<'a> {
     pub values: TensorData<'a>,
 }
 
-/// The decoded payload of one parameter.
+/// The decoded payload of one tensor.
 #[derive(Debug)]
-pub(in crate::weights) struct ParameterDelta {
+pub(in crate::weights) struct TensorDelta {
     pub dtype: Dtype,
+    /// Flat row-major indices, ascending.
     pub indices: Vec<u64>,
     /// The decompressed payload: the gaps between the indices, then the values.
     pub payload: TensorBuffer,
+}
+
+/// The changes of one parameter, which are those of a tensor or a part of them.
+#[derive(Debug)]
+pub(in crate::weights) struct ParameterDelta {
+    tensor: Arc<TensorDelta>,
+    /// Its changes among the tensor's.
+    range: Range<usize>,
 }
 
 impl Delta {
@@ -44,10 +55,35 @@ impl Delta {
     }
 }
 
+impl TensorDelta {
+    /// The changes of the parameters that the tensor has one below the other, each of so many elements. Those without
+    /// changes are left out. Indices count from each parameter's first element.
+    pub fn divide(mut self, parameters: Vec<(String, u64)>) -> Vec<(String, ParameterDelta)> {
+        let (mut first, mut ranges) = (0, Vec::new());
+        for (name, elements) in parameters {
+            let end = first + elements;
+            let range = self.indices.partition_point(|&i| i < first)..self.indices.partition_point(|&i| i < end);
+            ranges.push((name, first, range));
+            first = end;
+        }
+        for (_, first, range) in &ranges {
+            self.indices[range.clone()].iter_mut().for_each(|index| *index -= first);
+        }
+        let tensor = Arc::new(self);
+        let parts = ranges.into_iter().filter(|(_, _, range)| !range.is_empty());
+        parts.map(|(name, _, range)| (name, ParameterDelta { tensor: tensor.clone(), range })).collect()
+    }
+
+    /// The new values of some changes.
+    fn values(&self, range: Range<usize>) -> TensorData<'_> {
+        let values = &self.payload[self.indices.len() * GAP_BYTES..];
+        tensor_of_bytes(self.dtype, values, 1, &Slice { rows: range, cols: 0..1 })
+    }
+}
+
 impl ParameterDelta {
     pub fn changes(&self) -> Changes<'_> {
-        let changed = self.indices.len();
-        let (values, all) = (&self.payload[changed * GAP_BYTES..], Slice { rows: 0..changed, cols: 0..1 });
-        Changes { indices: &self.indices, values: tensor_of_bytes(self.dtype, values, 1, &all) }
+        let Self { tensor, range } = self;
+        Changes { indices: &tensor.indices[range.clone()], values: tensor.values(range.clone()) }
     }
 }

@@ -25,6 +25,8 @@ pub struct UpdateHeader {
     pub running: RunningPolicy,
     /// For FULL: whether the push may be written in place if there is no room for it beside the weights.
     pub in_place: bool,
+    /// For FULL: whether parameters of the vision tower may be missing, which then keep their base.
+    pub keep_missing: bool,
     /// Bytes of all tensors as transported; `None` if all tensors are declared with the header.
     pub total_bytes: Option<u64>,
     pub source: Source,
@@ -42,6 +44,7 @@ impl UpdateHeader {
             force_version: false,
             running: RunningPolicy::default(),
             in_place: false,
+            keep_missing: false,
             total_bytes: None,
             source: Source::Inline,
         }

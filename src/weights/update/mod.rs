@@ -11,7 +11,7 @@ use std::sync::Arc;
 use super::lora::Adapter;
 
 pub use delta::{Changes, Delta};
-pub(super) use delta::{GAP_BYTES, ParameterDelta};
+pub(super) use delta::{GAP_BYTES, TensorDelta};
 pub use header::{
     AdapterTarget, Allocation, RunningPolicy, Source, TensorEntry, TransitBytes, UpdateHeader, UpdateKind,
 };

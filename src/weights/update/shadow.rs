@@ -5,9 +5,10 @@
 //! ShadowWeights ── a ShadowTensor for each matrix, and one for all vectors ── a ShadowShard for each rank
 //! ```
 
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 use std::fmt;
 use std::ops::Range;
+use std::sync::Arc;
 
 use rollout_kernels::{BorrowedRows, Matrix, StorageDtype, host};
 
@@ -49,6 +50,8 @@ pub struct ShadowWeights {
     tensors: Vec<ShadowTensor>,
     /// The index of the tensor that holds a parameter, by the parameter's name.
     index: HashMap<String, usize>,
+    /// Parameters that have no value here, because the push brings none: they keep their base.
+    kept: Arc<HashSet<String>>,
 }
 
 /// A matrix as all ranks hold it, or all vectors. Different threads can write different ones.
@@ -103,7 +106,17 @@ impl ShadowWeights {
             tensors.resize_with(shards.len(), || ShadowTensor { shards: Vec::new() });
             tensors.iter_mut().zip(shards).for_each(|(tensor, shard)| tensor.shards.push(shard));
         }
-        Self { tensors, index }
+        Self { tensors, index, kept: Arc::default() }
+    }
+
+    /// Names the parameters that the push brings no value for.
+    pub fn keep(&mut self, parameters: HashSet<String>) {
+        self.kept = Arc::new(parameters);
+    }
+
+    /// The parameters that have no value here, and keep their base.
+    pub fn kept(&self) -> &Arc<HashSet<String>> {
+        &self.kept
     }
 
     /// The shards of each rank, in the order in which they were given.

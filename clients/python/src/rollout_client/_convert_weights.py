@@ -106,6 +106,7 @@ def update_header(
         kind=number(UPDATE_KINDS, kind, "kind"),
         running=number(RUNNING_POLICIES, options.get("running", "keep"), "running"),
         in_place=options.get("in_place", False),
+        keep_missing=options.get("keep_missing", False),
         force_version=options.get("force_version", False),
         evict_adapter=options.get("evict", False),
         adapter_config=adapter_config,

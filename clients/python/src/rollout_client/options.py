@@ -133,12 +133,15 @@ class AdapterOptions(TypedDict, total=False):
     fails. Default False: `ResourceExhausted` is raised."""
 
 
-class InPlaceOption(TypedDict, total=False):
+class WholePolicyOptions(TypedDict, total=False):
     """Options of pushes that may be a whole policy."""
 
     in_place: bool
     """Overwrite the serving policy if memory cannot hold two. Requires a paused or sleeping server. If such a push
     fails, the server's lifecycle becomes `Lifecycle.WEIGHTS_MISSING`. Default False."""
+    keep_missing: bool
+    """Parameters of the vision tower and its projector may be missing, and keep their values, without an adapter that
+    was merged into them: for trainers that freeze the tower. Not together with `in_place`. Default False."""
 
 
 class TotalBytesOption(TypedDict, total=False):
@@ -158,7 +161,7 @@ class PushLoraOptions(UpdateOptions, TransportOptions, ExpectedVersionOption, Ad
 
 
 class PushFullOptions(
-    UpdateOptions, TransportOptions, ExpectedVersionOption, InPlaceOption, TotalBytesOption, total=False
+    UpdateOptions, TransportOptions, ExpectedVersionOption, WholePolicyOptions, TotalBytesOption, total=False
 ):
     """Options of `push_full`."""
 
@@ -172,7 +175,7 @@ class BeginPushOptions(
     TransportOptions,
     ExpectedVersionOption,
     AdapterOptions,
-    InPlaceOption,
+    WholePolicyOptions,
     TotalBytesOption,
     total=False,
 ):
@@ -182,7 +185,7 @@ class BeginPushOptions(
     """Required for a delta: the version of the policy that the old tensors are. Default None."""
 
 
-class PushDirectoryOptions(UpdateOptions, ExpectedVersionOption, AdapterOptions, InPlaceOption, total=False):
+class PushDirectoryOptions(UpdateOptions, ExpectedVersionOption, AdapterOptions, WholePolicyOptions, total=False):
     """Options of `push_directory`."""
 
 
@@ -195,6 +198,7 @@ _KINDS: dict[str, PushKind] = {
     "expected_generation": "lora",
     "evict": "lora",
     "in_place": "full",
+    "keep_missing": "full",
     "total_bytes": "full",
     "base_version": "delta",
 }

@@ -1,3 +1,5 @@
+use std::collections::BTreeSet;
+
 use super::*;
 use crate::weights::parameters::{nearest, resolve, stored_parameters};
 
@@ -322,4 +324,65 @@ fn internvls_parameters_have_the_names_of_both_layouts() {
     let fused = "vision_model.encoder.layers.3.attn.qkv.weight";
     let parts = ["q", "k", "v"].map(|part| format!("vision_tower.encoder.layer.3.attention.{part}_proj.weight"));
     assert_eq!((all(fused), stored_parameters(fused)), (parts.to_vec(), parts.to_vec()));
+}
+
+#[test]
+fn a_full_push_may_leave_out_the_tower_but_nothing_of_the_decoder() {
+    let parameters = Arc::new(vision_model());
+    let push = random_push(&mut StdRng::seed_from_u64(21), &parameters);
+    let with = |is_kept: &dyn Fn(&str) -> bool| -> Vec<Sent> {
+        push.iter().filter(|sent| !is_kept(&sent.entry.name)).map(|sent| sent.renamed(&sent.entry.name)).collect()
+    };
+    let declared = |push: &[Sent], keep_missing| {
+        let header = UpdateHeader { keep_missing, ..UpdateHeader::new(UpdateKind::Full) };
+        declare(header, push, &parameters, &Sources::default())
+    };
+    let decoder = with(&|name| name.starts_with("visual."));
+    refused(declared(&decoder, false), "tensors", &["brings every parameter;", "3 of 6 are missing", "visual."]);
+    let shadow = packing::shadow_weights(&parameters);
+    let mut receiving = declared(&decoder, true).unwrap().receive(ReceiveMode::Pack(shadow)).unwrap();
+    for (i, sent) in decoder.iter().enumerate() {
+        receiving.write(i as u32, 0, &sent.bytes).unwrap();
+    }
+    let received = receiving.finish().unwrap();
+    assert_eq!((received.parameters, received.tower), (3, None));
+    let WeightUpdate::Packed(shadow) = received.update else { panic!("{:?}", received.update) };
+    let kept: BTreeSet<&str> = shadow.kept().iter().map(String::as_str).collect();
+    let expected = ["k_proj", "q_proj", "v_proj"].map(|part| format!("visual.blocks.0.attn.{part}.weight"));
+    assert_eq!(kept, expected.iter().map(String::as_str).collect());
+    let whole = declared(&push, true).unwrap();
+    assert!(whole.manifest.missing().next().is_none());
+    for missing in ["lm_head.weight", "model.embed_tokens.weight"] {
+        let parts = ["every parameter of the decoder", "1 of 6 are missing", missing];
+        refused(declared(&with(&|name| name == missing), true), "tensors", &parts);
+    }
+    let mixed = with(&|name| name == "visual.blocks.0.attn.k_proj.weight");
+    refused(
+        declared(&mixed, true),
+        "tensors",
+        &["k_proj.weight\" is missing", "q_proj.weight\" is not", "both or neither"],
+    );
+}
+
+#[test]
+fn a_tower_that_is_not_served_is_ignored_but_checked() {
+    let (served, ignored): (Vec<ParamSpec>, Vec<ParamSpec>) =
+        vision_model().iter().cloned().partition(|spec| !spec.name.starts_with("visual."));
+    let parameters = Arc::new(Parameters::new(served, Dtype::F32, 1, false).with_ignored(ignored));
+    let mut rng = StdRng::seed_from_u64(22);
+    let mut push = random_push(&mut rng, &vision_model());
+    let received = receive(UpdateKind::Full, &push, &parameters).unwrap();
+    assert_eq!((received.parameters, received.tower, received.bytes), (3, None, total(&push)));
+    assert_eq!(full(received).names().count(), 3);
+    push.retain(|sent| !sent.entry.name.starts_with("visual."));
+    push.push(Sent::random(&mut rng, "model.visual.blocks.0.attn.qkv.weight", &[12, 4]));
+    let received = receive(UpdateKind::Full, &push, &parameters).unwrap();
+    assert_eq!(full(received).names().count(), 3);
+    push.pop();
+    assert_eq!(full(receive(UpdateKind::Full, &push, &parameters).unwrap()).names().count(), 3, "it may be left out");
+    push.push(Sent::random(&mut rng, "model.visual.blocks.0.attn.qkv.weight", &[12, 5]));
+    refused(receive(UpdateKind::Full, &push, &parameters), "tensors", &["has shape [12, 5], expected was [12, 4]"]);
+    push.pop();
+    push.push(Sent::random(&mut rng, "visual.blocks.0.attn.proj.weight", &[4, 4]));
+    refused(receive(UpdateKind::Full, &push, &parameters), "tensors", &["the model has no tensor"]);
 }

@@ -3,7 +3,7 @@ use std::collections::BTreeMap;
 use super::super::delta::{self, decoded_bytes};
 use super::*;
 use crate::weights::Delta;
-use crate::weights::update::ParameterDelta;
+use crate::weights::update::TensorDelta;
 
 const GAP: usize = 4;
 
@@ -26,7 +26,7 @@ fn payload(name: &str, dtype: Dtype, shape: &[usize], changed: usize, bytes: Vec
 }
 
 /// Decodes the payload of a vector.
-fn decode(name: &str, payload: &[u8], dtype: Dtype, changed: usize, elements: usize) -> Result<ParameterDelta> {
+fn decode(name: &str, payload: &[u8], dtype: Dtype, changed: usize, elements: usize) -> Result<TensorDelta> {
     let sent = Sent::new(name, dtype, &[elements], payload.to_vec());
     delta::decode(&TensorEntry { payload: Some((changed as u64, payload.len() as u64)), ..sent.entry }, payload)
 }
@@ -73,6 +73,39 @@ fn a_delta_is_a_direct_patch() {
             assert_eq!(*changes.values.into_f32(), *values, "seed {seed}: {name}");
         }
         assert!(delta.changes("model.norm.weight").is_none());
+    }
+}
+
+#[test]
+fn changes_of_a_fused_tensor_are_those_of_its_parameters() {
+    let (parameters, layer) = (model(true), "model.layers.0");
+    for seed in 0..20 {
+        let mut rng = rng(seed);
+        let rows = |projection: &str| parameters.get(&format!("{layer}.{projection}.weight")).unwrap().shape[0];
+        for (fused, projections) in [
+            ("self_attn.qkv_proj", vec!["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"]),
+            ("mlp.gate_up_proj", vec!["mlp.gate_proj", "mlp.up_proj"]),
+        ] {
+            let shape = [projections.iter().map(|projection| rows(projection)).sum(), HIDDEN];
+            let (indices, dtype) = (random_indices(&mut rng, shape[0] * HIDDEN), random_dtype(&mut rng));
+            if indices.is_empty() {
+                continue;
+            }
+            let values = random_bytes(&mut rng, dtype, indices.len());
+            let bytes = compress(&raw_payload(&indices, &values));
+            let push = [payload(&format!("{layer}.{fused}.weight"), dtype, &shape, indices.len(), bytes)];
+            let delta = delta(receive(UpdateKind::Delta, &push, &parameters).unwrap());
+            let (mut found, mut first) = (Vec::new(), 0);
+            for projection in projections {
+                if let Some(changes) = delta.changes(&format!("{layer}.{projection}.weight")) {
+                    let indices = changes.indices.iter().map(|index| index + first);
+                    found.extend(indices.zip(changes.values.into_f32().iter().copied()));
+                }
+                first += (rows(projection) * HIDDEN) as u64;
+            }
+            let expected: Vec<(u64, f32)> = indices.into_iter().zip(floats(&values, dtype)).collect();
+            assert_eq!(found, expected, "seed {seed}: {fused}");
+        }
     }
 }
 
@@ -148,7 +181,9 @@ fn payloads_of_random_bytes_never_panic() {
             Err(_) => refused += 1,
             Ok(decoded) => {
                 accepted += 1;
-                let changes = decoded.changes();
+                let divided = decoded.divide(vec![("w".into(), elements as u64)]);
+                let Some((_, whole)) = divided.first() else { continue };
+                let changes = whole.changes();
                 assert!(changes.indices.windows(2).all(|pair| pair[0] < pair[1]), "seed {seed}");
                 assert!(changes.indices.last().is_none_or(|&last| last < elements as u64), "seed {seed}");
                 assert_eq!(changes.values.len(), indices.len(), "seed {seed}");
@@ -178,9 +213,7 @@ fn what_a_delta_declares_is_checked() {
     check(&|entry| entry.payload = Some((2, bytes.len() as u64)), "tensors", &[EMBEDDING, "2 changed elements"]);
     check(&|entry| entry.shape = vec![96], "tensors", &[EMBEDDING, "expected was [12, 8]"]);
     check(&|entry| entry.shape = vec![1 << 16, 1 << 16], "tensors", &[EMBEDDING, "fewer than 2^32"]);
-    check(&|entry| entry.name = "model.rotary_emb.inv_freq".into(), "tensors", &["a DELTA names single parameters"]);
-    let fused = payload("model.layers.0.mlp.gate_up_proj.weight", Dtype::F32, &[20, HIDDEN], 1, bytes.clone());
-    refused(open(UpdateKind::Delta, &[fused], &parameters), "tensors", &["gate_up_proj", "single parameters"]);
+    check(&|entry| entry.name = "model.rotary_emb.inv_freq".into(), "tensors", &["a DELTA brings parameters only"]);
     let header = UpdateHeader { total_bytes: Some(1 << 20), ..UpdateHeader::new(UpdateKind::Delta) };
     let later = declare(header, std::slice::from_ref(&good), &parameters, &Sources::default());
     refused(later, "total_bytes", &["in the header"]);
