@@ -189,6 +189,17 @@ pub struct Config {
     #[arg(long, help_heading = "Memory", env = "ROLLOUT_MAX_IMAGE_TOKENS", value_name = "TOKENS")]
     pub max_image_tokens: Option<usize>,
 
+    /// Memory for images that requests may name by their hashes after they were sent once, e.g. 64MiB. 0 holds none.
+    #[arg(
+        long,
+        help_heading = "Memory",
+        env = "ROLLOUT_IMAGE_BYTES",
+        default_value = "64MiB",
+        value_parser = parse_bytes,
+        value_name = "BYTES"
+    )]
+    pub image_bytes: u64,
+
     /// Tokens per KV block.
     #[arg(long, help_heading = "Memory", env = "ROLLOUT_BLOCK_SIZE", default_value_t = 16, value_name = "TOKENS")]
     pub block_size: usize,

@@ -22,6 +22,8 @@ pub enum MemoryUse {
     Embeddings,
     /// Requests and replies under way.
     Requests,
+    /// Images that requests may name by their hashes.
+    Images,
     /// The blocks of the KV cache.
     KvCache,
     /// The slots of all resident adapters, used or not.
@@ -50,7 +52,7 @@ pub(super) enum Home {
 }
 
 impl MemoryUse {
-    pub const ALL: [Self; 16] = [
+    pub const ALL: [Self; 17] = [
         Self::Process,
         Self::Context,
         Self::Weights,
@@ -58,6 +60,7 @@ impl MemoryUse {
         Self::TowerWorkspace,
         Self::Embeddings,
         Self::Requests,
+        Self::Images,
         Self::KvCache,
         Self::Adapters,
         Self::MergedAdapter,
@@ -82,6 +85,7 @@ impl MemoryUse {
             Self::TowerWorkspace => "tower_workspace",
             Self::Embeddings => "embeddings",
             Self::Requests => "requests",
+            Self::Images => "images",
             Self::KvCache => "kv_cache",
             Self::Adapters => "adapters",
             Self::MergedAdapter => "merged_adapter",
@@ -100,6 +104,7 @@ impl MemoryUse {
         match self {
             Self::Process
             | Self::Requests
+            | Self::Images
             | Self::MergedAdapter
             | Self::UpdateStaging
             | Self::CopyBuffers

@@ -2,14 +2,15 @@
 //! is withdrawn.
 
 use super::calls::{ask, ask_cancellable};
-use super::state::ServerState;
+use super::state::{ServerState, ServingContext};
 use crate::engine::{Command, DrainMode, LifecycleStatus, SleepLevel, SleepReply, WakeTags};
 use crate::error::Result;
 
 pub(super) async fn sleep(server: &ServerState, level: SleepLevel, mode: DrainMode) -> Result<SleepReply> {
     let (context, _in_flight) = server.admit()?;
-    // Released before the sleep, so that the segments are not part of the bytes that it measures.
+    // Released before the sleep, so that neither is part of the bytes that it measures.
     context.sources.segments().release();
+    drop_held_pictures(&context);
     ask_cancellable(&context.engine, |cancel, reply| Command::Sleep { level, mode, cancel, reply }).await?
 }
 
@@ -27,6 +28,17 @@ pub(super) async fn pause(server: &ServerState, mode: DrainMode) -> Result<()> {
 pub(super) async fn resume(server: &ServerState) -> Result<()> {
     let (context, _in_flight) = server.admit()?;
     ask(&context.engine, |reply| Command::Resume { reply }).await?
+}
+
+/// Drops the pictures that requests may name by their hashes.
+pub(super) fn reset_picture_cache(server: &ServerState) -> Result<()> {
+    server.context().map(|context| drop_held_pictures(&context))
+}
+
+fn drop_held_pictures(context: &ServingContext) {
+    if let Some(images) = &context.model.images {
+        images.held.clear();
+    }
 }
 
 /// Drops the embeddings of all pictures, and returns the number of the pictures.

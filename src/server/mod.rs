@@ -5,6 +5,7 @@ mod calls;
 mod convert;
 mod encoder;
 mod grpc;
+mod held_pictures;
 mod http;
 mod lifecycle;
 mod listener;
@@ -32,6 +33,7 @@ use tonic_health::pb::health_server::{Health, HealthServer};
 use tonic_health::server::HealthReporter;
 
 pub use encoder::{PromptEncoder, RequestTemplates};
+pub use held_pictures::HeldPictures;
 pub use listener::connection_limit;
 pub use security::{SecurityConfig, TlsFiles};
 pub use shutdown::{ShutdownHandle, ShutdownOrders, shutdown_channel, watch_signals};

@@ -12,6 +12,7 @@ use bytes::Bytes;
 use tokio::sync::watch;
 
 use super::encoder::PromptEncoder;
+use super::held_pictures::HeldPictures;
 use super::pb;
 use crate::comm::Trainers;
 use crate::engine::EngineHandle;
@@ -82,6 +83,8 @@ pub struct ImageRules {
     /// How an image that comes as a file is resized.
     pub preprocessor: Preprocessor,
     pub decode_slots: DecodeSlots,
+    /// Pictures that requests may name by their hashes.
+    pub held: HeldPictures,
 }
 
 impl ModelFacts {

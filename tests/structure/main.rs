@@ -260,6 +260,7 @@ fn no_lock_or_global_holds_serving_state() {
         ("src/server/listener/handshakes.rs", "when a failed handshake was logged last: nothing that serves"),
         ("src/memory/borrowed.rs", "a signal has one handler in a process, which looks up what its thread reads"),
         ("src/pixels/slots.rs", "how many files may still be decoded at once: nothing that serves"),
+        ("src/server/held_pictures.rs", "pictures of requests that have ended, to be found again by later ones"),
         ("src/grammar/compiler.rs", "compiled grammars, to be found again by the next request"),
         ("src/grammar/watchdog.rs", "the deadlines of work on grammars, for the thread that ends what is late"),
         (

@@ -184,6 +184,10 @@ def test_an_image_is_encoded_once_until_the_encoder_cache_is_reset(served):
         assert ask(served.http_address, "POST", path).status == 200
     ok(served, CHAT, body)
     assert [now - then for now, then in zip(counts(), before, strict=True)] == [2, 3, 1]
+    with RolloutClient(served.address) as client:
+        status = client.status()
+    assert [status.encoded_images, status.queried_images, status.reused_images] == counts()
+    assert status.held_images == 1, "the reset dropped all others"
 
 
 def test_a_push_that_leaves_the_tower_as_it_is_keeps_the_embeddings(served, rng):

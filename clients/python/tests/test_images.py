@@ -12,8 +12,16 @@ import numpy as np
 import pytest
 
 import rollout_client.client
-from models import DTYPES, IN_MEMORY, OF_VLLM, read_model, read_safetensors, renamed
-from rollout_client import InvalidArgument, Pixels, SamplingParams, _parts, processed_pixels
+from models import DTYPES, IN_MEMORY, OF_VLLM, perturbed, random_adapter, read_model, read_safetensors, renamed
+from rollout_client import (
+    FailedPrecondition,
+    InvalidArgument,
+    NotFound,
+    Pixels,
+    SamplingParams,
+    _parts,
+    processed_pixels,
+)
 from rollout_client.cli import main
 from rollout_client.replay import Recorder, RecordingClient, read_receipts, replay
 from serving import FIXTURES, PUSH_MODEL, bits, server
@@ -297,9 +305,118 @@ def test_pushes_under_a_trainers_names_change_tower_and_decoder(client, rng):
     changed[name] = (state[name].astype(np.float32) * 3).astype(state[name].dtype)
     client.push_full(renamed(IN_MEMORY, changed))
     assert sample().raw_logprobs.tobytes() != before.raw_logprobs.tobytes()
+    expected = client.checksum()
+    client.push_full(renamed(IN_MEMORY, state))
+    client.push_delta(renamed(IN_MEMORY, state), renamed(IN_MEMORY, changed), base_version=client.status().weight_version)
+    assert client.checksum() == expected, "a delta of the fused tensor"
     client.push_full(renamed(IN_MEMORY, state))
     assert client.checksum() == loaded
     assert sample().raw_logprobs.tobytes() == before.raw_logprobs.tobytes()
+
+
+def qkv_adapter(rng, state):
+    """An adapter of the first attention of the tower, under the names in memory."""
+    rows, columns = state["visual.blocks.0.attn.qkv.weight"].shape
+    tensors = {
+        f"base_model.model.model.visual.blocks.0.attn.qkv.lora_{factor}.weight": rng.normal(size=shape).astype("f4")
+        for factor, shape in {"A": (2, columns), "B": (rows, 2)}.items()
+    }
+    return tensors, {"peft_type": "LORA", "r": 2, "lora_alpha": 2, "target_modules": ["qkv"]}
+
+
+def test_without_images_the_tower_is_neither_loaded_nor_pushed(pytestconfig, client, rng):
+    state = read_model(MODEL)
+    changed = perturbed(rng, state)
+    tokens = [rng.integers(3, 500, 12).tolist() for _ in range(3)]
+    of_tower, _ = qkv_adapter(rng, state)
+    tensors, config = random_adapter(rng, {name: array for name, array in state.items() if name.startswith("model.")})
+    config = {**config, "target_modules": [*config["target_modules"], "qkv"], "rank_pattern": {"qkv": 2}}
+
+    def scores(server):
+        return [score.raw_logprobs for score in server.score(tokens)]
+
+    with server(pytestconfig.getoption("--server"), MODEL, "--limit-mm-per-prompt", "image=0") as text_only:
+        memory, all_memory = text_only.status().memory.entries, client.status().memory.entries
+        assert memory["weights"] < all_memory["weights"]
+        assert not {"tower_workspace", "embeddings"} & {name for name, count in memory.items() if count}
+        assert not [parameter.name for parameter in text_only.parameters() if parameter.name.startswith("visual.")]
+        with pytest.raises(InvalidArgument, match="1 images are more than 0"):
+            text_only.generate([[5, PAD]], images=[[picture(rng)]], return_text=False)
+        for push in (
+            lambda server: server.push_full(state),
+            lambda server: server.push_full(renamed(IN_MEMORY, changed)),
+            lambda server: server.push_lora({**tensors, **of_tower}, config),
+            lambda server: server.push_lora(None),
+            lambda server: server.push_full(state),
+        ):
+            push(text_only)
+            push(client)
+            assert scores(text_only) == scores(client)
+        delta = {**state, "visual.patch_embed.proj.weight": changed["visual.patch_embed.proj.weight"]}
+        version = text_only.status().weight_version
+        text_only.push_delta(state, delta, base_version=version)
+        assert scores(text_only) == scores(client)
+
+
+def test_a_push_may_leave_out_a_frozen_tower(client, rng):
+    state, image = read_model(MODEL), picture(rng)
+    decoder = perturbed(rng, {name: array for name, array in state.items() if not name.startswith("visual.")})
+    changed = {**state, **decoder}
+
+    def score():
+        return client.score([[5, PAD, 6, 7]], images=[[image]])[0].raw_logprobs
+
+    def pushed(parameters, **options):
+        client.push_full(parameters, **options)
+        return score(), client.checksum()
+
+    loaded = pushed(state)
+    expected = pushed(changed)
+    assert expected != loaded
+    with pytest.raises(InvalidArgument, match="brings every parameter; "):
+        client.push_full(decoder)
+    pushed(state)
+    encoded = client.status().encoded_images
+    assert pushed(decoder, keep_missing=True) == expected
+    assert client.status().encoded_images == encoded, "the tower is the same"
+    # An adapter on the tower is taken out.
+    tensors, config = qkv_adapter(rng, state)
+    client.push_lora(tensors, config)
+    assert score() != expected[0]
+    assert pushed(decoder, keep_missing=True) == expected
+    client.sleep()
+    client.wake()
+    assert (score(), client.checksum()) == expected
+    client.sleep(level=2)
+    client.wake()
+    with pytest.raises(FailedPrecondition, match="none to keep"):
+        client.push_full(decoder, keep_missing=True)
+    assert pushed(state) == loaded
+
+
+def test_an_image_that_was_sent_is_named_by_its_hash(client, rng):
+    first, second = picture(rng), picture(rng, 1, 2)
+    tokens, sampling = [5, PAD, 6, PAD], SamplingParams(max_tokens=6, seed=5)
+    call = lambda *images: client.generate([tokens], images=[images], sampling=sampling, return_text=False)[0]  # noqa: E731
+    sent = call(first, second)
+    hashes = [image.hash for image in sent.images]
+    named = call(*hashes)
+    assert (named.images, bits(named.samples[0])) == (sent.images, bits(sent.samples[0]))
+    assert client.status().named_images >= len(hashes)
+    score = client.score([tokens], images=[hashes])[0]
+    assert score.raw_logprobs == client.score([tokens], images=[[first, second]])[0].raw_logprobs
+    for unknown, error, says in (
+        ("00" * 32, NotFound, r"prompts\[0\].images\[0\].hash: the server does not hold the image 0{64}; send it"),
+        ("00" * 31, InvalidArgument, r"prompts\[0\].images\[0\].hash: has 31 bytes; SHA-256 has 32"),
+        ("a picture", InvalidArgument, r"images\[0\]\[0\]: 'a picture' is not a hash in hexadecimal"),
+    ):
+        with pytest.raises(error, match=says):
+            call(unknown, second)
+    client.sleep()
+    assert client.status().named_images == 0
+    client.wake()
+    with pytest.raises(NotFound):
+        call(*hashes)
 
 
 def test_a_sleep_changes_no_sample_with_an_image(client, rng):

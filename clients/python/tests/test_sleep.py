@@ -18,6 +18,7 @@ from rollout_client import (
     InvalidArgument,
     Lifecycle,
     ResourceExhausted,
+    SamplingParams,
     ServerProcess,
     SharedBuffer,
     _senders,
@@ -30,6 +31,7 @@ from serving import (
     REPOSITORY,
     SMALL_CACHE,
     assert_idle,
+    bits,
     fill_cache,
     mapped_segments,
     no_room,
@@ -74,10 +76,40 @@ def test_sleep_and_wake_a_hundred_times(process):
     print(f"awake {full}, asleep {asleep[0]} … {asleep[-1]}")
     # The cache goes at least, and each sleep goes down to the same floor.
     assert asleep[0] < full - 0.8 * CACHE_BYTES
+    assert_one_floor(asleep)
+
+
+def assert_one_floor(asleep):
+    """Asserts that resident bytes went down to the same number in each of `CYCLES` sleeps."""
     assert np.percentile(asleep, 95) - min(asleep) < NOISE_BYTES / 2
     assert max(asleep) - min(asleep) < NOISE_BYTES
     slope = np.polyfit(np.arange(CYCLES), asleep, 1)[0]
     assert slope * CYCLES < NOISE_BYTES / 2, slope
+
+
+@pytest.mark.parametrize("level", [1, 2])
+@pytest.mark.parametrize("name", ["qwen2_5_vl", "internvl3"])
+def test_sleep_and_wake_a_hundred_times_with_images(binary, rng, name, level):
+    side = 56
+    picture = lambda: rng.integers(0, 256, (1, side, side, 3), np.uint8)  # noqa: E731
+    first, sampling = picture(), SamplingParams(max_tokens=4, seed=6)
+    with ServerProcess(binary, FIXTURES / name, SMALL_CACHE) as process:
+        client = process.client
+        pad, pid = client.info().images.placeholder, process.process.pid
+        sample = lambda image: client.generate([[5, pad, 6]], images=[[image]], sampling=sampling, return_text=False)[0]  # noqa: E731
+        expected, asleep = bits(sample(first).samples[0]), []
+        for _ in range(CYCLES):
+            sample(picture())
+            client.sleep(level)
+            asleep.append(resident_bytes(pid))
+            status = client.status()
+            assert (status.held_images, status.named_images) == (0, 0)
+            used = status.memory.entries
+            assert (used.get("tower_workspace", 0), used.get("embeddings", 0)) == (0, 0)
+            client.wake(reload=level == 2)
+            assert bits(sample(first).samples[0]) == expected
+        assert_one_floor(asleep)
+        assert_idle(client)
 
 
 def test_what_is_released_is_measured(process):

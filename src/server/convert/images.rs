@@ -8,7 +8,7 @@ use crate::error::{Error, Result};
 use crate::memory::Charge;
 use crate::pixels::Header;
 use crate::server::state::{ImageRules, ModelFacts};
-use crate::types::{Picture, Prompt, TokenId};
+use crate::types::{Picture, PictureHash, Prompt, TokenId};
 
 /// A picture with the rows and columns of its tokens.
 type SizedPicture = (Picture, [usize; 2]);
@@ -29,6 +29,7 @@ pub(super) fn given(path: &str, images: Vec<pb::Image>) -> Vec<GivenImage> {
             None => "",
             Some(Source::Pixels(_)) => ".pixels",
             Some(Source::Encoded(_)) => ".encoded",
+            Some(Source::Hash(_)) => ".hash",
         };
         GivenImage { path: format!("{path}[{i}]{member}"), source: image.source }
     };
@@ -80,6 +81,15 @@ fn picture(image: GivenImage, rules: &ImageRules, charge: &mut Charge) -> Result
             charge.grow(picture.rgb().len() as u64)?;
             picture
         }
+        Some(Source::Hash(hash)) => {
+            let bytes = <[u8; 32]>::try_from(&hash[..]);
+            let hash = bytes.map_err(|_| Error::invalid(&path, format!("has {} bytes; SHA-256 has 32", hash.len())))?;
+            let hash = PictureHash(hash);
+            let not_held = || Error::NotFound(format!("{path}: the server does not hold the image {hash}; send it"));
+            let picture = rules.held.find(hash).ok_or_else(not_held)?;
+            charge.grow(picture.rgb().len() as u64)?;
+            picture
+        }
     };
     let grid = rules.vision.grid(&path, &picture)?;
     let (tokens, most) = (grid[0] * grid[1], rules.most_tokens);
@@ -90,6 +100,7 @@ fn picture(image: GivenImage, rules: &ImageRules, charge: &mut Charge) -> Result
         false => "send a smaller image: the model's processor makes none of more",
     };
     ensure!(tokens <= most, path, "{size} are {tokens} tokens, more than {most}; {advice}");
+    rules.held.hold(&picture);
     Ok((picture, grid))
 }
 

@@ -39,6 +39,7 @@ impl pb::control_server::Control for ControlService {
             if let Some(update) = status.update.as_mut().filter(|_| is_limited) {
                 update.adapter.clear();
             }
+            status.named_images = count(context.model.images.as_ref().map_or(0, |images| images.held.len()));
             status.uptime_seconds = self.started.elapsed().as_secs_f64();
             status.internal_errors += self.server.panics.count();
             Ok(status)
@@ -117,7 +118,7 @@ fn image_info(rules: &ImageRules) -> pb::ImageInfo {
     }
 }
 
-/// The reply to GetStatus, except for the uptime.
+/// The part of the reply to GetStatus that the engine knows.
 fn status_response(status: &EngineStatus) -> pb::GetStatusResponse {
     let s = &status.stats;
     pb::GetStatusResponse {
@@ -141,13 +142,17 @@ fn status_response(status: &EngineStatus) -> pb::GetStatusResponse {
         finished_requests: s.finished_requests,
         aborted_requests: s.aborted_requests,
         internal_errors: s.internal_errors,
+        encoded_images: s.encoded_images,
+        queried_images: s.queried_images,
+        reused_images: s.reused_images,
+        held_images: count(s.held_images),
         tokens_per_second: status.tokens_per_second,
-        uptime_seconds: 0.0,
         asleep: convert::asleep(status.lifecycle),
         held_requests: count(s.held_requests),
         updating: status.update.is_some(),
         updates: s.updates,
         update: status.update.as_ref().map(convert::open_update),
+        ..Default::default()
     }
 }
 

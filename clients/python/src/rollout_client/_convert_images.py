@@ -7,6 +7,7 @@ from typing import Any
 
 from . import _proto
 from ._fields import of_each
+from .errors import InvalidArgument
 from .images import ImageInfo, Pixels, PromptImage
 
 
@@ -17,8 +18,18 @@ def set_images(fields: Sequence[Any], given: Sequence[Any]) -> None:
             if isinstance(image, (bytes, bytearray)):
                 field.add().encoded = bytes(image)
                 continue
+            if isinstance(image, str):
+                field.add().hash = _digest(image, f"images[{i}][{j}]")
+                continue
             pixels = Pixels.of(image, f"images[{i}][{j}]")
             field.add().pixels.MergeFrom(_proto.Pixels(**vars(pixels)))
+
+
+def _digest(hash_: str, path: str) -> bytes:
+    try:
+        return bytes.fromhex(hash_)
+    except ValueError:
+        raise InvalidArgument(f"{path}: {hash_!r} is not a hash in hexadecimal, as `PromptImage.hash` is") from None
 
 
 def image_info(info: Any) -> ImageInfo:

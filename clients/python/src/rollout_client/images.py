@@ -90,9 +90,10 @@ class ImageInfo:
     """Pixels of the side of a tile, if the model takes tiles; 0 if images have any width and height."""
 
 
-ImageInput = Pixels | npt.NDArray[np.uint8] | bytes | Any
+ImageInput = Pixels | npt.NDArray[np.uint8] | bytes | str | Any
 """An image with its final size: `Pixels`, or an array `[height, width, 3]` of uint8, such as a PIL image. Bytes are a
-PNG or JPEG file, which the server decodes and resizes."""
+PNG or JPEG file, which the server decodes and resizes. A string is the hash of an image that was sent to this server
+before, `PromptImage.hash`; `NotFound` is raised if the server no longer holds it."""
 
 
 def processed_pixels(images: Sequence[Any], processor: Any, **options: Any) -> list[Pixels]:

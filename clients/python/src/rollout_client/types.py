@@ -498,3 +498,13 @@ class ServerStatus:
     """Requests that ended with INTERNAL because the server panicked: a bug; the log has details."""
     host_memory: MemoryLedger | None = None
     """The ledger of host memory, if the device has memory of its own; else None, as from older servers."""
+    encoded_images: int = 0
+    """Images that the vision tower has encoded."""
+    queried_images: int = 0
+    """Images whose embeddings prompts have needed, once for each image of a prompt."""
+    reused_images: int = 0
+    """Those of `queried_images` that were not encoded again, because another prompt had needed them before."""
+    held_images: int = 0
+    """Images whose embeddings are held or being made."""
+    named_images: int = 0
+    """Images that calls may name by their hashes, because the server holds their pixels."""

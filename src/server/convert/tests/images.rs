@@ -5,7 +5,7 @@ use crate::error::{Error, Result};
 use crate::memory::Traffic;
 use crate::model::config::ModelConfig;
 use crate::pixels::DecodeSlots;
-use crate::server::ImageRules;
+use crate::server::{HeldPictures, ImageRules};
 use crate::types::Prompt;
 
 /// The placeholder of an image, and that of a video.
@@ -25,8 +25,8 @@ fn model() -> ModelFacts {
     let preprocessor = json!({"image_processor_type": "Qwen2VLImageProcessor", "min_pixels": 784});
     let vision = ModelConfig::parse(&config, None, Some(&preprocessor)).unwrap().vision.unwrap();
     let preprocessor = vision.preprocessor.clone();
-    let decode_slots = DecodeSlots::new(1);
-    let images = ImageRules { vision, most_per_prompt: 2, most_tokens: 6, preprocessor, decode_slots };
+    let (decode_slots, held) = (DecodeSlots::new(1), HeldPictures::new(1 << 20));
+    let images = ImageRules { vision, most_per_prompt: 2, most_tokens: 6, preprocessor, decode_slots, held };
     ModelFacts { images: Some(images), ..super::model_of(32) }
 }
 

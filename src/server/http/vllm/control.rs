@@ -151,12 +151,11 @@ pub(super) async fn reset_prefix_cache(State(app): State<AppState>, query: Query
     Ok(query.ignored(&[]).name_in(Json(Reset { success: stats.free_blocks == stats.total_blocks })))
 }
 
-/// Accepted for vLLM's clients; the server keeps no pictures between requests.
-#[utoipa::path(post, path = "/reset_mm_cache", responses(
-    (status = 200, description = "no effect: the server keeps no pictures between requests"),
-))]
-pub(super) async fn reset_mm_cache(query: Query) -> Response {
-    query.ignored(&[]).name_in(())
+/// Drops the pictures that requests over gRPC may name by their hashes.
+#[utoipa::path(post, path = "/reset_mm_cache", responses((status = 200, description = "the pictures are dropped")))]
+pub(super) async fn reset_mm_cache(State(app): State<AppState>, query: Query) -> HttpResult<Response> {
+    lifecycle::reset_picture_cache(&app.server)?;
+    Ok(query.ignored(&[]).name_in(()))
 }
 
 /// Drops the embeddings of all images. Not needed after a push, which drops them too.
