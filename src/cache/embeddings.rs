@@ -82,6 +82,11 @@ impl EmbeddingCache {
         self.entries.len()
     }
 
+    /// Number of rows that pictures have.
+    pub fn held_rows(&self) -> usize {
+        self.entries.values().map(|entry| entry.rows.len()).sum()
+    }
+
     pub fn is_empty(&self) -> bool {
         self.entries.is_empty()
     }
@@ -127,7 +132,7 @@ mod tests {
         assert_eq!(cache.find(picture(1)), Some(0..4));
         assert_eq!((cache.is_first_use(picture(1)), cache.is_first_use(picture(1))), (true, false));
         assert_eq!(cache.allocate(picture(3), 3, |_| false), Some(4..7), "the second has not been used since");
-        assert_eq!((cache.find(picture(2)), cache.len()), (None, 2));
+        assert_eq!((cache.find(picture(2)), cache.len(), cache.held_rows()), (None, 2, 7));
         assert_eq!(cache.allocate(picture(4), 3, |_| false), Some(7..10), "nothing needs to go");
         cache.check_integrity();
     }

@@ -40,7 +40,7 @@ impl Images {
         Self { config, cache, current: None, encoded: 0, queried: 0, reused: 0 }
     }
 
-    /// Most tokens of an image.
+    /// Most tokens of an image, and of all images whose embeddings are held at once.
     pub fn most_tokens(&self) -> usize {
         self.cache.capacity()
     }
@@ -48,6 +48,11 @@ impl Images {
     /// Pictures whose embeddings are held or being made.
     pub fn held(&self) -> usize {
         self.cache.len()
+    }
+
+    /// Tokens of those pictures.
+    pub fn held_tokens(&self) -> usize {
+        self.cache.held_rows()
     }
 
     /// Where a chunk of the sequence from its first token to be computed must end, at most at `end`: before the first

@@ -287,6 +287,8 @@ impl Scheduler {
             cached_blocks: blocks.cached as u64,
             encoded_images: self.images.encoded,
             held_images: self.images.held() as u64,
+            held_embeddings: self.images.held_tokens() as u64,
+            embedding_capacity: self.images.most_tokens() as u64,
             queried_images: self.images.queried,
             reused_images: self.images.reused,
             ..self.stats

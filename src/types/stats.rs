@@ -83,6 +83,10 @@ engine_stats! {
     encoded_images: counter "rollout:images_encoded_total",
     /// Images whose embeddings are held or being made.
     held_images: gauge "rollout:images_held",
+    /// Tokens of images whose embeddings are held or being made.
+    held_embeddings: gauge "rollout:image_embeddings_held",
+    /// Most tokens of images whose embeddings are held at once. 0 for a model of text alone.
+    embedding_capacity: gauge "rollout:image_embeddings_capacity",
     /// Images whose embeddings a prompt has needed.
     queried_images: counter "rollout:mm_cache_queries_total" = vllm,
     /// Images whose embeddings another prompt had already needed, so that they were not encoded again.

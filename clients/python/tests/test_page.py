@@ -16,11 +16,12 @@ from browsers import Watched, chromium
 from models import random_adapter, read_model
 from rollout_client import RolloutClient, RolloutError, SamplingParams, ServerProcess
 from rollout_client.process import free_port
-from serving import PUSH_MODEL, SMALL_CACHE
+from serving import FIXTURES, PUSH_MODEL, SMALL_CACHE
 from vllm_answers import ask
 
 HOSTILE = "<img src=x onerror=\"document.title='taken over'\"><script>alert(1)</script>"
 USER, OTHER, TRAINER = "user-token-0123456789", "other-token-0123456789", "trainer-token-0123456789"
+IMAGE_MODEL = FIXTURES / "qwen2_5_vl"
 FEEDS = 32
 """Most feeds that a server has, as docs/observability.md says."""
 MOST_ERRORS = 20
@@ -100,6 +101,28 @@ def test_it_shows_a_batch_a_push_a_sleep_and_a_wake(browser, served):
         page.wait_for_text("#lifecycle", "Running")
         page.wait_for_text("#phases", "Wakes")
         assert "Weights" in page.text("#memory") and "reserved of" in page.text("#memory-sum")
+
+
+def test_it_shows_images_only_of_a_model_that_takes_them(browser, binary, served, rng):
+    with opened(browser, served.http_address) as page:
+        page.wait_for_text("#lifecycle", "Running")
+        page.wait_for_text("#hits", "of prompt tokens")
+        assert not page.page.is_visible("#embeddings") and not page.page.is_visible("#encodes")
+    flags = [*SMALL_CACHE, "--mem-util", "0.2", "--max-image-tokens", "16"]
+    sampling = SamplingParams(max_tokens=1)
+    with ServerProcess(binary, IMAGE_MODEL, flags) as server, opened(browser, server.http_address) as page:
+        client = server.client
+        placeholder = client.info().images.placeholder
+        page.wait_for_text("#embeddings-more", "0 images · 0 of 32 tokens")
+        assert page.text("#encodes") == "– found encoded"
+        pixels = rng.integers(0, 256, (56, 84, 3), dtype=np.uint8)
+        for _ in range(2):
+            client.reset_prefix_cache()
+            client.generate([[5, placeholder, 7]], images=[[pixels]], sampling=sampling, return_text=False)
+        page.wait_for_text("#encodes-more", "1 of 2 found · 1 encoded")
+        assert page.text("#encodes") == "50 % found encoded"
+        assert page.text("#embeddings-more") == "1 image · 6 of 32 tokens"
+        assert page.text("#embeddings") == "19 % in use"
 
 
 def seconds(words):

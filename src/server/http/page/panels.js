@@ -86,6 +86,7 @@ export function tiles(engine, server) {
   const more = [`${count(engine.cached_tokens)} of ${count(engine.prompt_tokens)} found`];
   if (engine.preemptions > 0) more.push(counted(engine.preemptions, "preemption"));
   write("hits-more", more.join(" · "));
+  images(engine);
 
   const { drafts, drafted_tokens: drafted, accepted_tokens: accepted } = engine;
   big("drafts", drafted > 0 ? percent(share(accepted, drafted)) : "–", "accepted");
@@ -93,6 +94,19 @@ export function tiles(engine, server) {
     "drafts-more",
     drafts > 0 ? `of ${counted(drafted, "draft token")} · ${(accepted / drafts).toFixed(1)} per draft` : "No drafts yet.",
   );
+}
+
+// A model of text alone has no room for embeddings.
+function images({ embedding_capacity: capacity, held_embeddings: held, ...engine }) {
+  for (const id of ["embeddings-card", "encodes-card"]) byId(id).hidden = capacity === 0;
+  if (capacity === 0) return;
+  big("embeddings", percent(share(held, capacity)), "in use");
+  bar("embeddings-bar", [["held", share(held, capacity), memoryColor("embeddings")]]);
+  write("embeddings-more", `${counted(engine.held_images, "image")} · ${count(held)} of ${counted(capacity, "token")}`);
+
+  const { encoded_images: encoded, queried_images: needed, reused_images: reused } = engine;
+  big("encodes", needed > 0 ? percent(reused / needed) : "–", "found encoded");
+  write("encodes-more", `${count(reused)} of ${count(needed)} found · ${count(encoded)} encoded`);
 }
 
 // The median of a latency, and the 99th percentile.
@@ -140,13 +154,16 @@ function bar(id, parts) {
   );
 }
 
+function memoryColor(name) {
+  return `var(--m${Math.max(0, Object.keys(MEMORY).indexOf(name))})`;
+}
+
 export function memory({ total, ceiling, entries, host, resident, under_way: underWay }) {
   const reserved = entries.reduce((sum, entry) => sum + entry[1], 0);
   // Beside a device with memory of its own the process' resident memory is another one.
   const whole = Math.max(ceiling, reserved, host ? 0 : resident, 1);
   byId("resident").hidden = Boolean(host);
-  const color = (name) => `var(--m${Math.max(0, Object.keys(MEMORY).indexOf(name))})`;
-  bar("memory-bar", entries.map(([name, size]) => [MEMORY[name] ?? name, size / whole, color(name)]));
+  bar("memory-bar", entries.map(([name, size]) => [MEMORY[name] ?? name, size / whole, memoryColor(name)]));
   byId("resident").style.left = `${(resident / whole) * 100}%`;
   byId("resident").title = `resident: ${bytes(resident)}`;
   write("memory-sum", `${bytes(reserved)} reserved of ${bytes(ceiling)}`);
@@ -158,7 +175,7 @@ export function memory({ total, ceiling, entries, host, resident, under_way: und
   );
   byId("memory").replaceChildren(
     ...entries.map(([name, size]) =>
-      element("li", "", swatch(color(name)), element("span", "", MEMORY[name] ?? name), element("span", "num", bytes(size))),
+      element("li", "", swatch(memoryColor(name)), element("span", "", MEMORY[name] ?? name), element("span", "num", bytes(size))),
     ),
   );
 }
