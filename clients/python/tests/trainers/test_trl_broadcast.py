@@ -1,5 +1,5 @@
-"""TRL's own GRPOTrainer, unmodified, which pushes by vLLM's weight transfer: torch's own store, a group by NCCL, packed
-broadcasts. The GPUs of both sides are emulated: `make cuda-test-trainers`."""
+"""TRL's own GRPOTrainer, unmodified, on text and on images. It pushes by vLLM's weight transfer: torch's own store, a
+group by NCCL, packed broadcasts. The GPUs of both sides are emulated: `make cuda-test-trainers`."""
 
 from __future__ import annotations
 
@@ -25,12 +25,16 @@ pytestmark = pytest.mark.skipif(not SERVER or not EMULATOR, reason="make cuda-te
 
 
 @pytest.mark.parametrize("kind", ["full", "lora"])
-def test_grpo_unmodified(model, tmp_path, kind):
+@pytest.mark.parametrize("data", ["text", "images"])
+def test_grpo_unmodified(request, tmp_path, data, kind):
+    model = str(request.getfixturevalue({"text": "model", "images": "vision_model"}[data]))
     flags = [*SMALL_CACHE, "--device", "cuda", "--dtype", "float32"]
+    if data == "images":
+        flags += ["--limit-mm-per-prompt", "image=2"]
     prefix = ("env", f"LD_LIBRARY_PATH={EMULATOR}")
     with ServerProcess(SERVER, model, flags, prefix=prefix) as server:
         http = server.http_address.rpartition(":")[2]
-        arguments = [http, str(free_port()), model, str(tmp_path), kind]
+        arguments = [http, str(free_port()), model, str(tmp_path), data, kind]
         run = subprocess.run(
             [sys.executable, str(HERE / "broadcast_run.py"), *arguments],
             check=False,

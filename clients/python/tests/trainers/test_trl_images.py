@@ -9,14 +9,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 import trl
-from datasets import Dataset
-from PIL import Image
-from runs import EXACT, assert_on_policy, config, logged
-from tiny import length_reward, lora
+from runs import EXACT, IMAGE_RATE, assert_on_policy, config, logged
+from tiny import length_reward, lora, picture, questions
 from transformers import AutoProcessor
 from trl import GRPOConfig, RLOOConfig
 
-from models import write_vision_model
 from rollout_client import InvalidArgument, RolloutClient, ServerProcess
 from rollout_client.trl import GRPOTrainer, RLOOTrainer, rollout_func
 from rollout_client.trl._sampler import Sampler
@@ -24,16 +21,9 @@ from rollout_client.trl.async_grpo import AsyncGRPOTrainer
 from serving import SMALL_CACHE, assert_idle
 
 IMAGE_TOKEN = 514
-RATE = 1e-3
-"""With larger steps the policy may learn to write placeholders, which the server leaves out of the distribution."""
 # This template supports tools, unlike that of Qwen2.5-VL. Both write images in the same way.
 TOOL_TEMPLATE = Path(trl.__file__).with_name("chat_templates").joinpath("qwen3_vl.jinja").read_text()
 CALL = r'<tool_call>\n\{"name": "look", "arguments": \{"number": [1-9]\}\}\n</tool_call>'
-
-
-@pytest.fixture(scope="module")
-def vision_model(tmp_path_factory):
-    return write_vision_model(tmp_path_factory.mktemp("vision") / "model")
 
 
 @pytest.fixture(scope="module")
@@ -64,23 +54,9 @@ def processor(model):
     return AutoProcessor.from_pretrained(model)
 
 
-def picture(number, width=100, height=75):
-    """One that the processor resizes; other numbers have other colours."""
-    y, x = np.mgrid[:height, :width]
-    waves = [127 + 120 * np.sin((x + number * y) / (3 + channel + number % 5)) for channel in range(3)]
-    return Image.fromarray(np.stack(waves, -1).astype(np.uint8))
-
-
-def questions(*sizes):
-    """Prompts of the same tokens that differ by their pictures alone."""
-    prompt = [{"role": "user", "content": "what is it"}]
-    pictures = [[picture(len(sizes) * row + i, *size) for i, size in enumerate(sizes)] for row in range(16)]
-    return Dataset.from_list([{"prompt": prompt, "images": of_row} for of_row in pictures])
-
-
 @pytest.mark.parametrize("peft_config", [lora(), None], ids=["LoRA", "full"])
 def test_grpo(server, model, tmp_path, peft_config):
-    settings = config(GRPOConfig, server, tmp_path, learning_rate=RATE)
+    settings = config(GRPOConfig, server, tmp_path, learning_rate=IMAGE_RATE)
     trainer = GRPOTrainer(model, length_reward, settings, questions((100, 75), (60, 90)), peft_config=peft_config)
     trainer.train()
     assert_on_policy(trainer)
@@ -100,7 +76,7 @@ def test_rloo(server, model, tmp_path, monkeypatch):
         return outputs
 
     monkeypatch.setattr(Sampler, "sample", scored)
-    settings = config(RLOOConfig, server, tmp_path, learning_rate=RATE, max_steps=1)
+    settings = config(RLOOConfig, server, tmp_path, learning_rate=IMAGE_RATE, max_steps=1)
     RLOOTrainer(model, length_reward, settings, questions((100, 75))).train()
     assert len(gaps) == 8 and max(gaps) == 0
 
@@ -108,14 +84,14 @@ def test_rloo(server, model, tmp_path, monkeypatch):
 def test_pictures_of_another_prompt_show(server, model, tmp_path, monkeypatch):
     features = Sampler.image_features
     monkeypatch.setattr(Sampler, "image_features", lambda sampler, images: features(sampler, images)[::-1])
-    settings = config(GRPOConfig, server, tmp_path, learning_rate=RATE, max_steps=1)
+    settings = config(GRPOConfig, server, tmp_path, learning_rate=IMAGE_RATE, max_steps=1)
     trainer = GRPOTrainer(model, length_reward, settings, questions((100, 75)))
     trainer.train()
     assert max(logged(trainer, "sampling/sampling_logp_difference/max")) > 100 * EXACT
 
 
 def test_a_rollout_func_tells_prompts_apart_by_their_pictures(server, model, tmp_path):
-    settings = config(GRPOConfig, server, tmp_path, learning_rate=RATE, max_steps=2)
+    settings = config(GRPOConfig, server, tmp_path, learning_rate=IMAGE_RATE, max_steps=2)
     roll_out = rollout_func(server.address)
     trainer = GRPOTrainer(model, length_reward, settings, questions((100, 75)), rollout_func=roll_out)
     trainer.train()

@@ -1,10 +1,12 @@
-"""A tiny random Qwen2 with a tokenizer and a chat template, which trains in milliseconds, and what trains on it."""
+"""A tiny random Qwen2 with a tokenizer and a chat template, which trains in milliseconds, and prompts to train on."""
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 from datasets import Dataset
 from peft import LoraConfig
+from PIL import Image
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
@@ -58,6 +60,20 @@ def lora():
 
 def prompts(count=16):
     return Dataset.from_list([{"prompt": [{"role": "user", "content": f"hello world {i}"}]} for i in range(count)])
+
+
+def picture(number, width=100, height=75):
+    """One that the processor resizes; other numbers have other colours."""
+    y, x = np.mgrid[:height, :width]
+    waves = [127 + 120 * np.sin((x + number * y) / (3 + channel + number % 5)) for channel in range(3)]
+    return Image.fromarray(np.stack(waves, -1).astype(np.uint8))
+
+
+def questions(*sizes):
+    """Prompts of the same tokens that differ by their pictures alone."""
+    prompt = [{"role": "user", "content": "what is it"}]
+    pictures = [[picture(len(sizes) * row + i, *size) for i, size in enumerate(sizes)] for row in range(16)]
+    return Dataset.from_list([{"prompt": prompt, "images": of_row} for of_row in pictures])
 
 
 def length_reward(completions, **columns):
