@@ -24,7 +24,7 @@ import pytest
 from rich.console import Console
 
 from models import random_adapter, read_model
-from rollout_client import MemoryLedger, PhaseTime, RolloutClient, SamplingParams, Span, Timeline
+from rollout_client import ImageInfo, MemoryLedger, PhaseTime, RolloutClient, SamplingParams, Span, Timeline
 from rollout_client.cli import main
 from rollout_client.cli._monitor import BILLION, Monitor
 from rollout_client.cli._status_view import StatusView
@@ -164,6 +164,22 @@ def test_the_hosts_ledger_stands_below_the_devices(running):
     device, host = (re.search(f"^{name} .*", shown, re.MULTILINE).group() for name in ("device", "host"))
     assert "resident" not in device and "1.4 GiB of 2.0 GiB; 512 MiB resident" in host
     assert "offloaded" in shown and "weights" in shown
+
+
+def test_images_are_shown_of_a_model_that_takes_them(running):
+    monitor = look(running.client)
+    counts = {"encoded_images": 1200, "queried_images": 4000, "reused_images": 3000, "held_images": 7}
+    monitor.status = replace(monitor.status, **counts)
+
+    def shown():
+        file = io.StringIO()
+        Console(file=file, width=120).print(StatusView(monitor, running.address, 60.0, width=120).render())
+        return file.getvalue()
+
+    assert not re.search("^images", shown(), re.MULTILINE)
+    images = ImageInfo(1, most_tokens=1280, token_side=28, placeholder=5, forbidden_token_ids=[5], tile_side=0)
+    monitor.info = replace(monitor.info, images=images)
+    assert "3,000 of 4,000 found encoded, 1,200 encoded, 7 held" in shown()
 
 
 def test_into_a_pipe_it_is_shown_once_without_colours(running, capsys):

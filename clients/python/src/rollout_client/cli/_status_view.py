@@ -105,6 +105,8 @@ class StatusView:
         rows.add_row("requests", self._requests(status))
         rows.add_row("tokens/s", self._rates(status))
         rows.add_row("KV cache", self._blocks(status))
+        if self._monitor.info is not None and self._monitor.info.images is not None:
+            rows.add_row("images", self._images(status))
         rows.add_row(f"last {self._window:.0f} s", self._strip())
         rows.add_row("pushes", self._pushes())
         # Last, because a low terminal cuts off the last lines.
@@ -149,6 +151,12 @@ class StatusView:
         used = status.total_blocks - status.free_blocks
         return self._bar(used, status.total_blocks, "cyan").append(
             f" {used:,} of {status.total_blocks:,} blocks, {status.cached_blocks:,} cached"
+        )
+
+    def _images(self, status: ServerStatus) -> Text:
+        return self._bar(status.reused_images, status.queried_images, "cyan").append(
+            f" {status.reused_images:,} of {status.queried_images:,} found encoded, "
+            f"{status.encoded_images:,} encoded, {status.held_images:,} held"
         )
 
     def _memory(self, ledger: MemoryLedger, resident: int | None) -> RenderableType:
