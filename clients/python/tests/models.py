@@ -138,6 +138,13 @@ def merged(base, tensors, config):
 IN_MEMORY = {"model.": "model.language_model.", "visual.": "model.visual.", "lm_head.": "lm_head."}
 OF_VLLM = {"model.": "language_model.model.", "visual.": "visual.", "lm_head.": "language_model.lm_head."}
 """Beginnings of the names of a Qwen2.5-VL, as a trainer has them in memory and as vLLM has them."""
+INTERNVL_IN_MEMORY = {
+    "language_model.model.": "model.language_model.",
+    "language_model.lm_head.": "lm_head.",
+    "vision_tower.": "model.vision_tower.",
+    "multi_modal_projector.": "model.multi_modal_projector.",
+}
+"""Beginnings of the names of an InternVL3 of transformers, as a trainer has them in memory."""
 
 
 def renamed(prefixes, state):
@@ -150,20 +157,28 @@ def renamed(prefixes, state):
     return {of(name): value for name, value in state.items()}
 
 
-def write_vision_model(directory):
-    """A Qwen2.5-VL that, like a trained one, hardly ever draws a placeholder.
+VISION_MODELS = {
+    "qwen2_5_vl": ("model.", "lm_head.", "visual.merger.mlp.2."),
+    "internvl3": ("language_model.model.", "language_model.lm_head.", "multi_modal_projector.linear_2."),
+}
+"""Beginnings of the names of a model's decoder, of its head, and of the last layer before the images' embeddings."""
+
+
+def write_vision_model(directory, name="qwen2_5_vl"):
+    """A model of `VISION_MODELS` that, like a trained one, hardly ever draws a placeholder.
 
     The first component of its hidden states is positive after any token, and makes placeholders unlikely: the server
     draws from the distribution without them, and a trainer that computes on all tokens then finds the same.
     """
-    like = FIXTURES / "qwen2_5_vl"
+    like, (decoder, head, projector) = FIXTURES / name, VISION_MODELS[name]
     config = json.loads((like / "config.json").read_text())
-    state = {name: array.copy() for name, array in read_model(like).items()}
-    state["model.embed_tokens.weight"][:, 0] = 4
-    state["visual.merger.mlp.2.bias"][0] += 4
-    head = state["lm_head.weight"]
-    head[:, 0] = 0
-    for token in (config["image_token_id"], config["video_token_id"]):
-        head[token] = 0
-        head[token, 0] = -10
+    state = {key: array.copy() for key, array in read_model(like).items()}
+    state[f"{decoder}embed_tokens.weight"][:, 0] = 4
+    state[f"{projector}bias"][0] += 4
+    rows = state[f"{head}weight"]
+    rows[:, 0] = 0
+    for token in (config.get(key) for key in ("image_token_id", "video_token_id")):
+        if token is not None:
+            rows[token] = 0
+            rows[token, 0] = -10
     return write_model(directory, like, state)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from types import SimpleNamespace
@@ -10,7 +11,7 @@ import numpy as np
 import pytest
 
 from fake_server import completion, summary
-from models import IN_MEMORY, checksums, merged, perturbed, random_adapter, read_model, renamed
+from models import IN_MEMORY, INTERNVL_IN_MEMORY, checksums, merged, perturbed, random_adapter, read_model, renamed
 from rollout_client import (
     Aborted,
     FailedPrecondition,
@@ -26,6 +27,7 @@ from rollout_client import (
     Unavailable,
     _proto,
 )
+from rollout_client._served_names import served_parameters
 from rollout_client.process import free_port
 from rollout_client.swift import RolloutVLLMClient
 from serving import FIXTURES, PUSH_MODEL, SMALL_CACHE, no_room, server, wait_for
@@ -189,12 +191,28 @@ def test_another_base_below_an_adapter_is_an_error_that_says_what_to_do(pair, rn
     assert first.client.checksum() == second.client.checksum() == expected
 
 
-def test_the_base_of_a_vision_language_model_is_compared_by_its_names_in_memory(vision):
-    client, state = connected(vision), read_model(FIXTURES / "qwen2_5_vl", np.float32)
-    synchronise(client, renamed(IN_MEMORY, state))
-    state["visual.blocks.1.attn.qkv.bias"][-1] += 1
-    with pytest.raises(FailedPrecondition, match=r"1 parameters differ, first visual\.blocks\.1\.attn\.v_proj\.bias"):
-        synchronise(client, renamed(IN_MEMORY, state))
+@pytest.mark.parametrize(("name", "in_memory", "changed", "served"), [
+    ("qwen2_5_vl", IN_MEMORY, "visual.blocks.1.attn.qkv.bias", "visual.blocks.1.attn.v_proj.bias"),
+    ("internvl3", INTERNVL_IN_MEMORY, *["vision_tower.encoder.layer.1.attention.v_proj.bias"] * 2),
+    (
+        "internvl3-chat",
+        {"": ""},
+        "vision_model.encoder.layers.1.attn.qkv.bias",
+        "vision_tower.encoder.layer.1.attention.v_proj.bias",
+    ),
+])  # fmt: skip
+def test_the_base_of_a_vision_language_model_is_compared_by_its_names_in_memory(
+    binary, name, in_memory, changed, served
+):
+    state = {key: array.copy() for key, array in read_model(FIXTURES / name, np.float32).items()}
+    with ServerProcess(binary, FIXTURES / name, [*SMALL_CACHE, *FLOAT32]) as process:
+        client, trained = connected(process), renamed(in_memory, state)
+        names = dict(part for key, array in trained.items() for part in served_parameters(key, array))
+        assert names.keys() == process.client.checksum().keys(), "every parameter is compared"
+        synchronise(client, trained)
+        state[changed][-1] += 1
+        with pytest.raises(FailedPrecondition, match=f"1 parameters differ, first {re.escape(served)} "):
+            synchronise(client, trained)
 
 
 def test_a_base_of_which_the_server_knows_no_name_is_not_taken_for_compared(pair):

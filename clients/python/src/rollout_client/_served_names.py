@@ -5,30 +5,63 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-# Beginnings of the names in memory, and of the server's, which are those of the checkpoint.
-_LAYOUTS = (("model.language_model.", "model."), ("model.visual.", "visual."))
-_TOWER_QKV = ".attn.qkv."
+# Beginnings of the names in a trainer's memory, and of the server's: of Qwen2.5-VL and InternVL3 in transformers, then
+# of InternVL3 in its own code.
+_LAYOUTS = (
+    ("model.language_model.", "model."),
+    ("model.visual.", "visual."),
+    ("model.vision_tower.", "vision_tower."),
+    ("model.multi_modal_projector.", "multi_modal_projector."),
+    ("language_model.model.", "model."),
+    ("language_model.lm_head.", "lm_head."),
+    ("vision_model.", "vision_tower."),
+    ("mlp1.0.", "multi_modal_projector.layer_norm."),
+    ("mlp1.1.", "multi_modal_projector.linear_1."),
+    ("mlp1.3.", "multi_modal_projector.linear_2."),
+)
+# Parts of the tower's names in InternVL's own code, and of the server's.
+_OWN_TOWER = {
+    "class_embedding": "cls_token",
+    "position_embedding": "position_embeddings",
+    "patch_embedding": "patch_embeddings.projection",
+    "layers": "layer",
+    "norm1": "layernorm_before",
+    "norm2": "layernorm_after",
+    "attn": "attention",
+    "proj": "projection_layer",
+    "ls1": "lambda_1",
+    "ls2": "lambda_2",
+}
+_TOWERS = ("visual.", "vision_tower.")
+_TOWER_QKV = ".qkv."
 _PROJECTIONS = ("q_proj", "k_proj", "v_proj")
 
 
 def served_parameters(name: str, tensor: Any) -> Iterator[tuple[str, Any]]:
     """The server's parameters, by name, that a trainer's tensor has.
 
-    The server has the queries, keys and values of the tower's `qkv` as three parameters.
+    The server has the queries, keys and values of a tower's `qkv` as three parameters.
 
     Args:
         name: the tensor's name without prefixes of wrappers.
         tensor: an array, a tensor or `(bytes, dtype, shape)`.
     """
-    for in_memory, own in _LAYOUTS:
-        if name.startswith(in_memory):
-            name = own + name.removeprefix(in_memory)
-            break
-    if not name.startswith("visual.") or _TOWER_QKV not in name:
+    name = _served_name(name)
+    if not name.startswith(_TOWERS) or _TOWER_QKV not in name:
         yield name, tensor
         return
     for projection, part in zip(_PROJECTIONS, _thirds(tensor), strict=True):
-        yield name.replace(".qkv.", f".{projection}."), part
+        yield name.replace(_TOWER_QKV, f".{projection}."), part
+
+
+def _served_name(name: str) -> str:
+    for in_memory, own in _LAYOUTS:
+        if name.startswith(in_memory):
+            rest = name.removeprefix(in_memory)
+            if in_memory == "vision_model.":
+                rest = ".".join(_OWN_TOWER.get(segment, segment) for segment in rest.split("."))
+            return own + rest
+    return name
 
 
 def _thirds(tensor: Any) -> list[Any]:

@@ -113,7 +113,8 @@ def processed_pixels(images: Sequence[Any], processor: Any, **options: Any) -> l
     processor = getattr(processor, "image_processor", processor)
     if hasattr(processor, "crop_to_patches"):
         # Tiles are off in an image processor, and on in the processor that trainers call.
-        each = [processor(images=[image], crop_to_patches=True, return_tensors="np", **options) for image in images]
+        options = {"crop_to_patches": True, **options}
+        each = [processor(images=[image], return_tensors="np", **options) for image in images]
         tiles = [np.asarray(out["pixel_values"], np.float32).transpose(0, 2, 3, 1) for out in each]
         return [Pixels.of(_denormalised(values, processor)) for values in tiles]
     out = processor(images=list(images), return_tensors="np", **options)

@@ -6,12 +6,14 @@ import peft
 import pytest
 import torch
 import transformers
+from safetensors.torch import load_file
 
 from rollout_client import checksum_of
 from rollout_client._served_names import served_parameters
 from serving import FIXTURES, server
 
 ATTENTION = ["q_proj", "v_proj"]
+OWN_LAYOUT = "internvl3-chat"
 MLP = ["gate_proj", "up_proj", "down_proj"]
 # name: (base, dtype of the adapter, LoraConfig)
 CASES = {
@@ -39,16 +41,61 @@ CASES = {
     "biases": ("qwen2", torch.float32, {"r": 4, "target_modules": ATTENTION, "bias": "lora_only"}),
     "all linear, tower and decoder": ("qwen2_5_vl", torch.float32, {"r": 4, "target_modules": "all-linear"}),
     "tower alone": ("qwen2_5_vl", torch.bfloat16, {"r": 2, "target_modules": ["qkv", "merger.mlp.0"]}),
+    "InternVL3, all linear": ("internvl3", torch.float32, {"r": 4, "target_modules": "all-linear"}),
+    "InternVL3, q and v of tower and decoder": ("internvl3", torch.bfloat16, {"r": 2, "target_modules": ATTENTION}),
+    "InternVL3, tower and projector alone": (
+        "internvl3",
+        torch.float32,
+        {"r": 4, "target_modules": r".*(vision_tower.*(k_proj|projection_layer|fc1)|projector\.linear_[12])"},
+    ),
+    "InternVL3's own layout, q, k and v in one": (
+        OWN_LAYOUT,
+        torch.float32,
+        {"r": 4, "target_modules": ["attn.qkv", "attn.proj", "fc2", "mlp1.1", "mlp1.3", *ATTENTION]},
+    ),
 }
+
+
 # AutoModelForCausalLM does not know these models' class.
-VISION = {"qwen2_5_vl": transformers.Qwen2_5_VLForConditionalGeneration}
+VISION = {
+    "qwen2_5_vl": transformers.Qwen2_5_VLForConditionalGeneration,
+    "internvl3": transformers.InternVLForConditionalGeneration,
+}
+
+
+def own_modules(directory, dtype):
+    """A module of the names of a checkpoint whose class transformers lacks; it cannot compute."""
+    model = torch.nn.Module()
+    tensors = load_file(directory / "model.safetensors")
+    for name, tensor in tensors.items():
+        *path, last, kind = name.split(".")
+        parent = model
+        for part in path:
+            if not hasattr(parent, part):
+                parent.add_module(part, torch.nn.Module())
+            parent = getattr(parent, part)
+        if kind == "weight" and tensor.ndim == 2:
+            linear = torch.nn.Linear(*reversed(tensor.shape), bias=f"{name.removesuffix(kind)}bias" in tensors)
+            setattr(parent, last, linear)
+        elif not hasattr(parent, last):
+            parent.add_module(last, torch.nn.Module())
+        if not hasattr(getattr(parent, last), kind):
+            getattr(parent, last).register_parameter(kind, torch.nn.Parameter(torch.empty_like(tensor)))
+    model.load_state_dict(tensors)
+    return model.to(dtype)
+
+
+def loaded(base, dtype):
+    """A fixture as its trainers load it."""
+    if base == OWN_LAYOUT:
+        return own_modules(FIXTURES / base, dtype)
+    return VISION.get(base, transformers.AutoModelForCausalLM).from_pretrained(FIXTURES / base, dtype=dtype)
 
 
 def adapted(base, adapter_dtype, config, dtype, seed):
     """A model with adapters of random values; PEFT's own start is the base itself."""
-    kind = VISION.get(base, transformers.AutoModelForCausalLM)
-    model = kind.from_pretrained(FIXTURES / base, dtype=dtype)
-    model = peft.get_peft_model(model, peft.LoraConfig(lora_alpha=12, task_type="CAUSAL_LM", **config))
+    task = None if base == OWN_LAYOUT else "CAUSAL_LM"
+    model = peft.get_peft_model(loaded(base, dtype), peft.LoraConfig(lora_alpha=12, task_type=task, **config))
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
