@@ -307,7 +307,9 @@ def test_pushes_under_a_trainers_names_change_tower_and_decoder(client, rng):
     assert sample().raw_logprobs.tobytes() != before.raw_logprobs.tobytes()
     expected = client.checksum()
     client.push_full(renamed(IN_MEMORY, state))
-    client.push_delta(renamed(IN_MEMORY, state), renamed(IN_MEMORY, changed), base_version=client.status().weight_version)
+    client.push_delta(
+        renamed(IN_MEMORY, state), renamed(IN_MEMORY, changed), base_version=client.status().weight_version
+    )
     assert client.checksum() == expected, "a delta of the fused tensor"
     client.push_full(renamed(IN_MEMORY, state))
     assert client.checksum() == loaded

@@ -10,7 +10,6 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent / "emulated"))
 
-from datasets import interleave_datasets
 from runs import IMAGE_RATE, config, logged, serving_checksums
 from tiny import length_reward, lora, prompts, questions
 from trl import GRPOTrainer
@@ -25,7 +24,7 @@ def main():
     dataset, settings = prompts(), {}
     if data == "images":
         # Prompts of one picture and of two, which differ in size.
-        dataset = interleave_datasets([questions((100, 75)), questions((60, 90), (75, 100))])
+        dataset = questions([(100, 75)], [(60, 90), (75, 100)])
         settings = {"learning_rate": IMAGE_RATE}
     args = config(
         output_dir=output_dir,

@@ -14,6 +14,7 @@ from tiny import length_reward, lora, picture, questions
 from transformers import AutoProcessor
 from trl import GRPOConfig, RLOOConfig
 
+from models import VISION_MODELS, write_vision_model
 from rollout_client import InvalidArgument, RolloutClient, ServerProcess
 from rollout_client.trl import GRPOTrainer, RLOOTrainer, rollout_func
 from rollout_client.trl._sampler import Sampler
@@ -21,9 +22,22 @@ from rollout_client.trl.async_grpo import AsyncGRPOTrainer
 from serving import SMALL_CACHE, assert_idle
 
 IMAGE_TOKEN = 514
+OUTSIDE_THE_DECODER = {
+    "qwen2_5_vl": ["visual.blocks.", "visual.merger."],
+    "internvl": ["vision_tower.", "multi_modal_projector."],
+}
+"""Parts of the names of each model's tower and projector."""
 # This template supports tools, unlike that of Qwen2.5-VL. Both write images in the same way.
 TOOL_TEMPLATE = Path(trl.__file__).with_name("chat_templates").joinpath("qwen3_vl.jinja").read_text()
+ONE_MODEL = pytest.mark.parametrize("vision_model", ["qwen2_5_vl"], indirect=True)
+SIZES = [[(100, 75), (60, 90)], [(40, 40)], [(150, 70), (40, 40)], [(30, 200)]]
+"""Widths and heights of the pictures of some prompts. For InternVL3 a picture has from 1 to 13 tiles."""
 CALL = r'<tool_call>\n\{"name": "look", "arguments": \{"number": [1-9]\}\}\n</tool_call>'
+
+
+@pytest.fixture(scope="module", params=VISION_MODELS)
+def vision_model(request, tmp_path_factory):
+    return write_vision_model(tmp_path_factory.mktemp("vision") / "model", request.param)
 
 
 @pytest.fixture(scope="module")
@@ -54,12 +68,21 @@ def processor(model):
     return AutoProcessor.from_pretrained(model)
 
 
-@pytest.mark.parametrize("peft_config", [lora(), None], ids=["LoRA", "full"])
-def test_grpo(server, model, tmp_path, peft_config):
+def test_grpo(server, model, tmp_path):
     settings = config(GRPOConfig, server, tmp_path, learning_rate=IMAGE_RATE)
-    trainer = GRPOTrainer(model, length_reward, settings, questions((100, 75), (60, 90)), peft_config=peft_config)
+    trainer = GRPOTrainer(model, length_reward, settings, questions(*SIZES))
     trainer.train()
     assert_on_policy(trainer)
+
+
+def test_grpo_of_an_adapter_on_the_tower_too(server, model, tmp_path):
+    settings = config(GRPOConfig, server, tmp_path, learning_rate=IMAGE_RATE)
+    trainer = GRPOTrainer(model, length_reward, settings, questions(*SIZES), peft_config=lora())
+    trainer.train()
+    assert_on_policy(trainer)
+    trained = [name for name, part in trainer.model.named_parameters() if "lora_B" in name and part.any()]
+    for part in OUTSIDE_THE_DECODER[trainer.model.config.model_type]:
+        assert any(part in name for name in trained), part
 
 
 def test_rloo(server, model, tmp_path, monkeypatch):
@@ -77,7 +100,7 @@ def test_rloo(server, model, tmp_path, monkeypatch):
 
     monkeypatch.setattr(Sampler, "sample", scored)
     settings = config(RLOOConfig, server, tmp_path, learning_rate=IMAGE_RATE, max_steps=1)
-    RLOOTrainer(model, length_reward, settings, questions((100, 75))).train()
+    RLOOTrainer(model, length_reward, settings, questions([(100, 75)])).train()
     assert len(gaps) == 8 and max(gaps) == 0
 
 
@@ -85,7 +108,7 @@ def test_pictures_of_another_prompt_show(server, model, tmp_path, monkeypatch):
     features = Sampler.image_features
     monkeypatch.setattr(Sampler, "image_features", lambda sampler, images: features(sampler, images)[::-1])
     settings = config(GRPOConfig, server, tmp_path, learning_rate=IMAGE_RATE, max_steps=1)
-    trainer = GRPOTrainer(model, length_reward, settings, questions((100, 75)))
+    trainer = GRPOTrainer(model, length_reward, settings, questions([(100, 75)]))
     trainer.train()
     assert max(logged(trainer, "sampling/sampling_logp_difference/max")) > 100 * EXACT
 
@@ -93,11 +116,12 @@ def test_pictures_of_another_prompt_show(server, model, tmp_path, monkeypatch):
 def test_a_rollout_func_tells_prompts_apart_by_their_pictures(server, model, tmp_path):
     settings = config(GRPOConfig, server, tmp_path, learning_rate=IMAGE_RATE, max_steps=2)
     roll_out = rollout_func(server.address)
-    trainer = GRPOTrainer(model, length_reward, settings, questions((100, 75)), rollout_func=roll_out)
+    trainer = GRPOTrainer(model, length_reward, settings, questions([(100, 75)]), rollout_func=roll_out)
     trainer.train()
     assert_on_policy(trainer, 2)
 
 
+@ONE_MODEL  # TRL 1.16 fails to score images of tools with InternVL3: docs/trl.md
 def test_images_of_tools(server, vision_model, tmp_path, monkeypatch):
     model = tmp_path / "model"
     shutil.copytree(vision_model, model)
@@ -138,7 +162,7 @@ def test_images_of_tools(server, vision_model, tmp_path, monkeypatch):
     def reward(completions, **columns):
         return [float(sum(map(ord, str(completion)))) for completion in completions]
 
-    trainer = GRPOTrainer(str(model), reward, settings, questions((100, 75)), tools=[look])
+    trainer = GRPOTrainer(str(model), reward, settings, questions([(100, 75)]), tools=[look])
     trainer.train()
     assert_on_policy(trainer, 1)
     assert logged(trainer, "tools/failure_frequency") == [0]
@@ -149,8 +173,9 @@ def test_images_of_tools(server, vision_model, tmp_path, monkeypatch):
         assert prompt.count(IMAGE_TOKEN) == sum(image.width * image.height for image in images) // 28**2
 
 
+@ONE_MODEL
 def test_asynchronous_training_has_no_images(model):
     with pytest.raises(
         InvalidArgument, match=r"train_dataset: column 'images': AsyncGRPOTrainer of TRL trains on text"
     ):
-        AsyncGRPOTrainer(model, length_reward, train_dataset=questions((100, 75)), client="127.0.0.1:1")
+        AsyncGRPOTrainer(model, length_reward, train_dataset=questions([(100, 75)]), client="127.0.0.1:1")

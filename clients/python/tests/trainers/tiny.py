@@ -70,9 +70,10 @@ def picture(number, width=100, height=75):
 
 
 def questions(*sizes):
-    """Prompts of the same tokens that differ by their pictures alone."""
+    """Prompts of the same text, each with pictures of one of the lists of sizes; all pictures differ."""
     prompt = [{"role": "user", "content": "what is it"}]
-    pictures = [[picture(len(sizes) * row + i, *size) for i, size in enumerate(sizes)] for row in range(16)]
+    rows = [sizes[row % len(sizes)] for row in range(16)]
+    pictures = [[picture(2 * row + i, *size) for i, size in enumerate(of_row)] for row, of_row in enumerate(rows)]
     return Dataset.from_list([{"prompt": prompt, "images": of_row} for of_row in pictures])
 
 
