@@ -12,18 +12,29 @@ import pytest
 from models import random_adapter, read_model
 from rollout_client import RolloutClient, SamplingParams, ServerProcess
 from serving import FIXTURES, PUSH_MODEL, SMALL_CACHE
-from test_images import MODEL, PAD, png_file
+from test_images import PAD, png_file
 from vllm_answers import ask
 
 CHAT, RENDER, GENERATE = "/v1/chat/completions", "/v1/chat/completions/render", "/inference/v1/generate"
-PICTURES = [png_file(61, 30, (10, 20, 30)), png_file(112, 56, (200, 100, 0))]
+PICTURES = [png_file(61, 30, (10, 20, 30)), png_file(112, 112, (200, 100, 0))]
+CHANGED = {
+    "qwen2_5_vl": ("model.layers.0.mlp.up_proj.weight", "visual.blocks.1.mlp.up_proj.bias"),
+    "internvl3": ("language_model.model.layers.0.mlp.up_proj.weight", "vision_tower.encoder.layer.1.mlp.fc1.bias"),
+}
+"""Parameters of each model's decoder and of its tower."""
 SAMPLING = {"max_tokens": 6, "seed": 3, "n": 2}
 
 
+@pytest.fixture(scope="module", params=CHANGED)
+def model(request):
+    """The name of a fixture."""
+    return request.param
+
+
 @pytest.fixture(scope="module")
-def served(pytestconfig):
+def served(pytestconfig, model):
     flags = [*SMALL_CACHE, "--limit-mm-per-prompt", "image=2"]
-    with ServerProcess(pytestconfig.getoption("--server"), MODEL, flags) as server:
+    with ServerProcess(pytestconfig.getoption("--server"), FIXTURES / model, flags) as server:
         yield server
 
 
@@ -190,12 +201,12 @@ def test_an_image_is_encoded_once_until_the_encoder_cache_is_reset(served):
     assert status.held_images == 1, "the reset dropped all others"
 
 
-def test_a_push_that_leaves_the_tower_as_it_is_keeps_the_embeddings(served, rng):
-    state = read_model(MODEL)
+def test_a_push_that_leaves_the_tower_as_it_is_keeps_the_embeddings(served, model, rng):
+    state = read_model(FIXTURES / model)
     decoder, tower = dict(state), dict(state)
-    for changed, name in ((decoder, "model.layers.0.mlp.up_proj.weight"), (tower, "visual.blocks.1.mlp.up_proj.bias")):
+    for changed, name in zip((decoder, tower), CHANGED[model], strict=True):
         changed[name] = (state[name].astype(np.float32) * 2).astype(state[name].dtype)
-    adapter = random_adapter(rng, {name: array for name, array in state.items() if name.startswith("model.")})
+    adapter = random_adapter(rng, {name: array for name, array in state.items() if "model.layers." in name})
     body = {"messages": chat_of(), "logprobs": True, **SAMPLING}
 
     def encoded(push):

@@ -269,6 +269,18 @@ def test_recorded_images_are_replayed_exactly(client, rng, tmp_path, capsys):
     assert command("--images", str(directory), "--line", "5") == (0, "")
 
 
+def test_recorded_tiles_are_replayed_exactly(pytestconfig, rng, tmp_path):
+    path, directory = tmp_path / "samples.jsonl", tmp_path / "images"
+    image = rng.integers(0, 256, (3, 2 * SIDE, 2 * SIDE, 3), dtype=np.uint8)
+    sampling = SamplingParams(max_tokens=6)
+    with server(pytestconfig.getoption("--server"), FIXTURES / "internvl3") as client:
+        with Recorder(client, path, images=directory) as recorder:
+            recorder.generate([[5, PAD]], 2, sampling, images=[[image]], return_text=False)
+        receipts = list(read_receipts(path))
+        assert [receipt.images[0].tiles for receipt in receipts] == [3, 3]
+        assert replay(client, receipts, images=directory).same
+
+
 def test_a_text_model_rejects_images(pytestconfig, rng):
     with (
         server(pytestconfig.getoption("--server"), PUSH_MODEL) as text_model,

@@ -115,8 +115,8 @@ def processed_pixels(images: Sequence[Any], processor: Any, **options: Any) -> l
         # Tiles are off in an image processor, and on in the processor that trainers call.
         options = {"crop_to_patches": True, **options}
         each = [processor(images=[image], return_tensors="np", **options) for image in images]
-        tiles = [np.asarray(out["pixel_values"], np.float32).transpose(0, 2, 3, 1) for out in each]
-        return [Pixels.of(_denormalised(values, processor)) for values in tiles]
+        mean, std = processor.image_mean, processor.image_std
+        return [pixels_of_tiles(out["pixel_values"], mean, std) for out in each]
     out = processor(images=list(images), return_tensors="np", **options)
     if "image_grid_thw" not in out:
         raise InvalidArgument("processor: gives neither image_grid_thw nor tiles; use one of Qwen2.5-VL or InternVL3")
@@ -126,6 +126,19 @@ def processed_pixels(images: Sequence[Any], processor: Any, **options: Any) -> l
         pixels.append(_unpatched(values[first : first + count], rows, columns, processor))
         first += count
     return pixels
+
+
+def pixels_of_tiles(tiles: Any, mean: Sequence[float], std: Sequence[float]) -> Pixels:
+    """The pixels of an image whose tiles a processor has normalised.
+
+    Args:
+        tiles: `[tiles, 3, height, width]` in float32.
+        mean, std: of each channel, of values from 0 to 1.
+
+    Raises:
+        InvalidArgument: the tiles are not 8-bit pixels that were normalised in this way.
+    """
+    return Pixels.of(_denormalised(np.asarray(tiles, np.float32).transpose(0, 2, 3, 1), mean, std))
 
 
 def _unpatched(patches: npt.NDArray[np.float32], rows: int, columns: int, processor: Any) -> Pixels:
@@ -138,14 +151,16 @@ def _unpatched(patches: npt.NDArray[np.float32], rows: int, columns: int, proces
     if not all(np.array_equal(blocks[..., 0, :, :], blocks[..., frame, :, :]) for frame in range(1, frames)):
         raise InvalidArgument("processor: the frames of an image differ; a video is not supported")
     values = blocks[..., 0, :, :].transpose(0, 2, 5, 1, 3, 6, 4).reshape(rows * side, columns * side, _RGB)
-    return Pixels.of(_denormalised(values, processor))
+    return Pixels.of(_denormalised(values, processor.image_mean, processor.image_std))
 
 
-def _denormalised(values: npt.NDArray[np.float32], processor: Any) -> npt.NDArray[np.uint8]:
-    """The 8-bit pixels `[..., 3]` that the processor has normalised."""
-    mean, std = (np.asarray(x, np.float32) * _LARGEST for x in (processor.image_mean, processor.image_std))
-    rgb = np.rint(values * std + mean)
-    again = (rgb.astype(np.float32) - mean) / std
+def _denormalised(
+    values: npt.NDArray[np.float32], mean: Sequence[float], std: Sequence[float]
+) -> npt.NDArray[np.uint8]:
+    """The 8-bit pixels `[..., 3]` that a processor has normalised."""
+    shift, scale = (np.asarray(x, np.float32) * _LARGEST for x in (mean, std))
+    rgb = np.rint(values * scale + shift)
+    again = (rgb.astype(np.float32) - shift) / scale
     if rgb.min() < 0 or rgb.max() > _LARGEST or np.abs(again - values).max() > _TOLERANCE:
         raise InvalidArgument(
             "processor: pixel_values are not 8-bit pixels normalised by image_mean and image_std; "

@@ -106,28 +106,33 @@ def _exact(image: ImageInput, path: str) -> Pixels:
 
 
 def _encoded(pixels: Pixels) -> bytes:
-    """A PNG file of 8-bit RGB whose rows have no filter, so that reading it needs no library of images."""
-    rows = np.zeros((pixels.height, 1 + pixels.width * _CHANNELS), np.uint8)
-    rows[:, 1:] = np.frombuffer(pixels.rgb, np.uint8).reshape(pixels.height, -1)
+    """A PNG file of 8-bit RGB whose rows have no filter, so that reading it needs no library of images.
+
+    Tiles are one below the other.
+    """
+    height = pixels.tiles * pixels.height
+    rows = np.zeros((height, 1 + pixels.width * _CHANNELS), np.uint8)
+    rows[:, 1:] = np.frombuffer(pixels.rgb, np.uint8).reshape(height, -1)
     data = _chunk(b"IDAT", zlib.compress(rows.tobytes(), _FAST))
-    return _head(pixels.width, pixels.height) + data + _chunk(b"IEND", b"")
+    return _head(pixels.width, height) + data + _chunk(b"IEND", b"")
 
 
 def _decoded(file: bytes, image: PromptImage) -> Pixels | None:
     """The pixels of a file of `_encoded` that has the image's size; None if it is not such a file."""
-    head, end = _head(image.width, image.height), _chunk(b"IEND", b"")
+    height = image.tiles * image.height
+    head, end = _head(image.width, height), _chunk(b"IEND", b"")
     compressed = file[len(head) + _CHUNK_BEGIN : -len(end) - _CHUNK_END]
     if file != head + _chunk(b"IDAT", compressed) + end:
         return None
-    size = image.height * (1 + image.width * _CHANNELS)
+    size = height * (1 + image.width * _CHANNELS)
     try:
         rows = zlib.decompressobj().decompress(compressed, size + 1)
     except zlib.error:
         return None
     if len(rows) != size:
         return None
-    array = np.frombuffer(rows, np.uint8).reshape(image.height, -1)
-    return None if array[:, 0].any() else Pixels(image.width, image.height, array[:, 1:].tobytes())
+    array = np.frombuffer(rows, np.uint8).reshape(height, -1)
+    return None if array[:, 0].any() else Pixels(image.width, image.height, array[:, 1:].tobytes(), image.tiles)
 
 
 def _head(width: int, height: int) -> bytes:

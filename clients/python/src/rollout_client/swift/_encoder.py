@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, fields
 from typing import Any
 
+import torch
 from swift.infer_engine.infer_engine import InferEngine
 from swift.infer_engine.protocol import (
     ChatCompletionResponse,
@@ -15,9 +17,11 @@ from swift.infer_engine.protocol import (
     RolloutInferRequest,
     RolloutOutput,
 )
+from swift.template.templates.internvl import InternvlTemplate
+from swift.template.vision_utils import IMAGENET_MEAN, IMAGENET_STD
 
 from ..errors import InvalidArgument
-from ..images import Pixels
+from ..images import Pixels, pixels_of_tiles
 from ..types import FinishReason, Sample
 
 _REFUSED = ("audios", "videos")
@@ -29,7 +33,7 @@ class EncodedRequest:
 
     request_id: str
     prompt: list[int]
-    """With one placeholder for each image."""
+    """With one placeholder for each image, or one for each of its tokens."""
     images: list[Pixels]
     """As the template has resized them: those that the trainer scores with."""
     template_inputs: Any
@@ -44,7 +48,15 @@ class TemplateEncoder:
         template = copy(template)
         template.padding_free = False
         template.sequence_parallel_size = 1
-        template.set_mode("vllm")
+        self._makes_tiles = isinstance(template, InternvlTemplate)
+        if self._makes_tiles:
+            # For vLLM these templates leave images to vLLM, and their text differs from the one that is trained on.
+            template.set_mode("transformers")
+            # Otherwise the pixels are rounded to the model's dtype.
+            template.model_info = copy(template.model_info)
+            template.model_info.torch_dtype = torch.float32
+        else:
+            template.set_mode("vllm")
         self._engine = _Engine(template)
 
     def encode(self, request: Mapping[str, Any] | RolloutInferRequest) -> EncodedRequest:
@@ -60,8 +72,24 @@ class TemplateEncoder:
         for name in _REFUSED:
             if getattr(request, name) or inputs.get(name):
                 raise InvalidArgument(f"{name}: rollout-server takes text and images only")
-        images = [Pixels.of(image, f"images[{i}]") for i, image in enumerate(inputs.get("images") or ())]
+        if self._makes_tiles:
+            images = self._tiles(inputs)
+        else:
+            images = [Pixels.of(image, f"images[{i}]") for i, image in enumerate(inputs.get("images") or ())]
         return EncodedRequest(request.uuid or "", list(inputs["input_ids"]), images, inputs["template_inputs"])
+
+    def _tiles(self, inputs: Mapping[str, Any]) -> list[Pixels]:
+        """The pixels of each image, whose placeholders are together, as many for each of the tiles."""
+        if inputs.get("pixel_values") is None:
+            return []
+        template, tiles = self._engine.template, inputs["pixel_values"]
+        (placeholder,) = template.tokenizer.encode("<IMG_CONTEXT>", add_special_tokens=False)
+        runs = [len(list(run)) for is_image, run in itertools.groupby(inputs["input_ids"], placeholder.__eq__) if is_image]
+        counts = [run * len(tiles) // sum(runs) for run in runs]
+        # The templates of InternVL's own layout have no processor of images.
+        processor = getattr(template.processor, "image_processor", None)
+        mean, std = (IMAGENET_MEAN, IMAGENET_STD) if processor is None else (processor.image_mean, processor.image_std)
+        return [pixels_of_tiles(of_image.numpy(), mean, std) for of_image in tiles.split(counts)]
 
     def stops(self, words: Sequence[str]) -> tuple[list[str], list[int]]:
         """Strings and token ids that end a sample, from the template and the request."""

@@ -5,6 +5,7 @@ Most of a run's time are the imports of its processes, so that each run tries se
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import subprocess
@@ -111,8 +112,8 @@ def train(binary, tmp_path):
     """Runs a training to its end: `train(*arguments, servers=1, model=…, served=…)`."""
     with ExitStack() as running:
 
-        def run(*arguments, servers=1, model=PUSH_MODEL, served=None, images=(), **environment):
-            flags = [*SMALL_CACHE, "--mem-util", "0.2", "--dtype", "float32"]
+        def run(*arguments, servers=1, model=PUSH_MODEL, served=None, images=(), flags=(), **environment):
+            flags = [*SMALL_CACHE, "--mem-util", "0.2", "--dtype", "float32", *flags]
             processes = [running.enter_context(ServerProcess(binary, served or model, flags)) for _ in range(servers)]
             record, output = tmp_path / "record", tmp_path / "output"
             result = subprocess.run(
@@ -145,8 +146,9 @@ def lines(path):
 
 
 def write_dataset(directory, images):
-    """Prompts; with images, ones that differ by them alone."""
-    rows = [{"messages": [{"role": "user", "content": "what is it"}], "images": [str(path)]} for path in images]
+    """Prompts; with lists of images, ones that differ by them alone."""
+    message = {"role": "user", "content": "what is it"}
+    rows = [{"messages": [message], "images": [str(path) for path in of_prompt]} for of_prompt in images]
     rows = rows or [{"messages": [{"role": "user", "content": f"how many are {i} and {i + 1}"}]} for i in range(16)]
     path = directory / "dataset.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -215,12 +217,18 @@ def test_an_adapter_that_changes_the_base_is_merged_by_the_trainer(train):
     assert client.status().updates == STEPS
 
 
-def test_images(train, tmp_path, rng):
-    """Of a size that the template resizes, so that it differs from the files'."""
-    paths = [tmp_path / f"{i}.png" for i in range(16)]
-    for path in paths:
-        Image.fromarray(rng.integers(0, 256, (75, 100, 3), dtype=np.uint8)).save(path)
-    kind = ["--model_type", "qwen2_5_vl", "--template", "qwen2_5_vl"]
-    training = train(*LORA, *kind, model=write_vision_model(tmp_path / "vision"), images=paths)
+@pytest.mark.parametrize(("name", "kind"), [
+    ("qwen2_5_vl", ["--model_type", "qwen2_5_vl", "--template", "qwen2_5_vl"]),
+    ("internvl3", ["--model_type", "internvl", "--template", "internvl_hf"]),
+])  # fmt: skip
+def test_images(train, tmp_path, rng, name, kind):
+    """Of sizes that the template changes, so that the pixels differ from the files'."""
+    paths = [[tmp_path / f"{row}-{i}.png" for i in range(1 + row % 2)] for row in range(16)]
+    for path in itertools.chain(*paths):
+        height, width = rng.integers(30, 120, 2)
+        Image.fromarray(rng.integers(0, 256, (height, width, 3), dtype=np.uint8)).save(path)
+    model = write_vision_model(tmp_path / "vision", name)
+    limit = ["--limit-mm-per-prompt", "image=2"]
+    training = train(*LORA, *kind, model=model, images=paths, flags=limit)
     training.assert_on_policy()
     training.assert_base_untouched()
