@@ -160,6 +160,7 @@ def renamed(prefixes, state):
 VISION_MODELS = {
     "qwen2_5_vl": ("model.", "lm_head.", "visual.merger.mlp.2."),
     "internvl3": ("language_model.model.", "language_model.lm_head.", "multi_modal_projector.linear_2."),
+    "internvl3-chat": ("language_model.model.", "language_model.lm_head.", "mlp1.3."),
 }
 """Beginnings of the names of a model's decoder, of its head, and of the last layer before the images' embeddings."""
 
@@ -177,7 +178,8 @@ def write_vision_model(directory, name="qwen2_5_vl"):
     state[f"{projector}bias"][0] += 4
     rows = state[f"{head}weight"]
     rows[:, 0] = 0
-    for token in (config.get(key) for key in ("image_token_id", "video_token_id")):
+    # InternVL's own layout names the token of images in the tokenizer alone.
+    for token in (config.get("image_token_id", len(rows) - 1), config.get("video_token_id")):
         if token is not None:
             rows[token] = 0
             rows[token, 0] = -10

@@ -364,7 +364,7 @@ def test_a_receipt_is_read_as_it_was_written(rng):
         raw_logprobs=floats[::-1],
         spans=[SpanReceipt(3, 0, count, None)],
         sampling=sampling,
-        images=[PromptImage("0f" * 32, 84, 56, 1, 6)],
+        images=[PromptImage("0f" * 32, 84, 56, 1, 6, 1)],
         note={"步": [1, None, {"2": 0.1}]},
     )
     line = written.to_json()

@@ -84,7 +84,9 @@ class TemplateEncoder:
             return []
         template, tiles = self._engine.template, inputs["pixel_values"]
         (placeholder,) = template.tokenizer.encode("<IMG_CONTEXT>", add_special_tokens=False)
-        runs = [len(list(run)) for is_image, run in itertools.groupby(inputs["input_ids"], placeholder.__eq__) if is_image]
+        runs = [
+            len(list(run)) for is_image, run in itertools.groupby(inputs["input_ids"], placeholder.__eq__) if is_image
+        ]
         counts = [run * len(tiles) // sum(runs) for run in runs]
         # The templates of InternVL's own layout have no processor of images.
         processor = getattr(template.processor, "image_processor", None)

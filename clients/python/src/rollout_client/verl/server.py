@@ -240,7 +240,8 @@ class RolloutServer:
         if not images:
             return []
         if self._processor is None:
-            raise InvalidArgument(f"image_data: {self._settings.model} takes no images, or has no processor")
+            message = f"image_data: {self._settings.model} takes no images, or verl has no processor for it"
+            raise InvalidArgument(message)
         options = {**options, **options.get("images_kwargs", {})}
         known = self._processor.image_processor.valid_kwargs.__annotations__  # others are of videos and texts
         of_images = {name: value for name, value in options.items() if name in known}

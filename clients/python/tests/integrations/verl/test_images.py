@@ -1,4 +1,4 @@
-"""Prompts with images, as verl's agent loops send them, against transformers' results with verl's own processor."""
+"""Prompts with images, as verl's agent loops send them, against transformers' results with the trainer's processor."""
 
 from __future__ import annotations
 
@@ -12,16 +12,19 @@ from PIL import Image
 from replicas import SAMPLING, in_time, rollout_config, server_alone
 from verl.utils import hf_processor
 
+import rollout_client.verl.server
 from models import write_vision_model
 from rollout_client import InvalidArgument
 
 SIDE = 28
-IMAGE = "<|vision_start|><|image_pad|><|vision_end|>"
+QWEN = "<|vision_start|><|image_pad|><|vision_end|>"
+SMALLER = {"size": {"shortest_edge": 4 * SIDE**2, "longest_edge": 6 * SIDE**2}}
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    return write_vision_model(tmp_path_factory.mktemp("vision") / "model")
+def write(tmp_path_factory):
+    """Writes a model: `write(name)`."""
+    return lambda name: write_vision_model(tmp_path_factory.mktemp("vision") / "model", name)
 
 
 def picture(rng, width, height):
@@ -33,20 +36,31 @@ def difference(model, inputs, output):
     """The largest difference of an output's log-probabilities from those that transformers gives its tokens."""
     answer = torch.tensor([output.token_ids])
     ids = torch.cat([inputs["input_ids"], answer], 1)
-    kinds = torch.cat([inputs["mm_token_type_ids"], torch.zeros_like(answer)], 1)
-    pixels = {name: inputs[name] for name in ("pixel_values", "image_grid_thw")}
-    logits = model(input_ids=ids, mm_token_type_ids=kinds, **pixels).logits[0, -answer.shape[1] - 1 : -1]
+    further = {name: inputs[name] for name in ("pixel_values", "image_grid_thw") if name in inputs}
+    if "mm_token_type_ids" in inputs:
+        further["mm_token_type_ids"] = torch.cat([inputs["mm_token_type_ids"], torch.zeros_like(answer)], 1)
+    logits = model(input_ids=ids, **further).logits[0, -answer.shape[1] - 1 : -1]
     expected = (logits / SAMPLING["temperature"]).log_softmax(-1).gather(-1, answer[0, :, None])[:, 0]
     return (torch.tensor(output.log_probs) - expected).abs().max().item()
 
 
-def test_log_probabilities_are_those_of_the_processors_pixels(binary, model, rng):
-    processor = hf_processor(model)
+@pytest.mark.parametrize(("name", "kind", "placeholder", "smaller"), [
+    ("qwen2_5_vl", "Qwen2_5_VLForConditionalGeneration", QWEN, SMALLER),
+    ("internvl3", "InternVLForConditionalGeneration", "<IMG_CONTEXT>", {"max_patches": 3}),
+])  # fmt: skip
+def test_log_probabilities_are_those_of_the_processors_pixels(
+    binary, write, rng, monkeypatch, name, kind, placeholder, smaller
+):
+    model = write(name)
+    if name == "internvl3":
+        # verl's own function knows no processor of InternVL.
+        monkeypatch.setattr(rollout_client.verl.server, "hf_processor", transformers.AutoProcessor.from_pretrained)
+    processor = rollout_client.verl.server.hf_processor(model)
     images = [picture(rng, 100, 75), picture(rng, 150, 90)]
     cases = []
-    smaller = {"size": {"shortest_edge": 4 * SIDE**2, "longest_edge": 6 * SIDE**2}}
     for options in ({}, {"images_kwargs": smaller, "fps": 2}):
-        inputs = processor(text=[f"{IMAGE}what{IMAGE}is it"], images=images, return_tensors="pt", **options)
+        text = f"{placeholder}what{placeholder}is it"
+        inputs = processor(text=[text], images=images, return_tensors="pt", **options)
         cases.append((options, inputs))
     assert cases[0][1]["input_ids"].shape > cases[1][1]["input_ids"].shape, "the options make images smaller"
     server = server_alone(rollout_config(binary, limit_images=2), path=model)
@@ -75,10 +89,29 @@ def test_log_probabilities_are_those_of_the_processors_pixels(binary, model, rng
             server._process.stop()
 
     outputs = in_time(sampled())
-    trained = transformers.Qwen2_5_VLForConditionalGeneration.from_pretrained(model, dtype=torch.float32)
+    trained = getattr(transformers, kind).from_pretrained(model, dtype=torch.float32)
     for case, (_, inputs) in enumerate(cases):
         group = outputs[3 * case : 3 * case + 3]
         assert max(difference(trained, inputs, output) for output in group) < 1e-4
         assert len({tuple(output.token_ids) for output in group}) == 3
         others = {**inputs, "pixel_values": inputs["pixel_values"].flip(0)}
         assert difference(trained, others, group[0]) > 0.01, "pixels change them"
+
+
+def test_images_of_a_model_that_verl_has_no_processor_for_are_rejected(binary, write, rng):
+    model = write("internvl3")
+    assert hf_processor(model) is None
+    server = server_alone(rollout_config(binary), path=model)
+
+    async def sampled():
+        await server.launch_server()
+        try:
+            with pytest.raises(InvalidArgument, match="takes no images, or verl has no processor for it"):
+                await server.generate([5], {}, "image", image_data=[picture(rng, 100, 75)])
+            return await server.generate([5], dict(SAMPLING), "text")
+        finally:
+            server._process.stop()
+
+    output = in_time(sampled())
+    trained = transformers.InternVLForConditionalGeneration.from_pretrained(model, dtype=torch.float32)
+    assert difference(trained, {"input_ids": torch.tensor([[5]])}, output) < 1e-4

@@ -359,7 +359,7 @@ def test_errors_of_a_start_come_through_ray_and_ranks_that_there_are_not_are_ref
 def test_other_media_and_unknown_parameters_are_refused(rollouts):
     for media, message in [
         ({"video_data": [b"x"]}, "video_data: rollout-server takes token ids and images only"),
-        ({"image_data": [b"x"]}, "image_data: .*qwen2 takes no images, or has no processor"),
+        ({"image_data": [b"x"]}, "image_data: .*qwen2 takes no images, or verl has no processor for it"),
     ]:
         with pytest.raises(InvalidArgument, match=message):
             in_time(rollouts.generate(**media))
