@@ -68,10 +68,13 @@ class TemplateEncoder:
         if not isinstance(request, RolloutInferRequest):
             known = {field.name for field in fields(RolloutInferRequest)}
             request = RolloutInferRequest(**{name: value for name, value in request.items() if name in known})
+        for name in _REFUSED:
+            if getattr(request, name):
+                raise _refused(name)
         inputs = self._engine.template.encode(request, return_template_inputs=True)
         for name in _REFUSED:
-            if getattr(request, name) or inputs.get(name):
-                raise InvalidArgument(f"{name}: rollout-server takes text and images only")
+            if inputs.get(name):
+                raise _refused(name)
         if self._makes_tiles:
             images = self._tiles(inputs)
         else:
@@ -84,10 +87,9 @@ class TemplateEncoder:
             return []
         template, tiles = self._engine.template, inputs["pixel_values"]
         (placeholder,) = template.tokenizer.encode("<IMG_CONTEXT>", add_special_tokens=False)
-        runs = [
-            len(list(run)) for is_image, run in itertools.groupby(inputs["input_ids"], placeholder.__eq__) if is_image
-        ]
-        counts = [run * len(tiles) // sum(runs) for run in runs]
+        runs = itertools.groupby(inputs["input_ids"], lambda token: token == placeholder)
+        tokens = [len(list(run)) for is_image, run in runs if is_image]
+        counts = [count * len(tiles) // sum(tokens) for count in tokens]
         # The templates of InternVL's own layout have no processor of images.
         processor = getattr(template.processor, "image_processor", None)
         mean, std = (IMAGENET_MEAN, IMAGENET_STD) if processor is None else (processor.image_mean, processor.image_std)
@@ -118,10 +120,14 @@ class TemplateEncoder:
             usage=engine._get_usage_info(len(prompt_token_ids), len(token_ids)),
             id=request.request_id,
             prompt_token_ids=prompt_token_ids,
-            images_size=[(image.width, image.height) for image in request.images],
+            images_size=[image.size for image in request.template_inputs.images],
         )
         versions = [[span.weight_version, span.start, span.end] for span in sample.weight_versions]
         return RolloutOutput(response=response, rollout_infos={"weight_versions": versions})
+
+
+def _refused(name: str) -> InvalidArgument:
+    return InvalidArgument(f"{name}: rollout-server takes text and images only")
 
 
 class _Engine(InferEngine):  # type: ignore[misc]

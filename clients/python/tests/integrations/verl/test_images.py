@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
+from typing import NamedTuple
 
 import numpy as np
 import pytest
@@ -17,8 +19,37 @@ from models import write_vision_model
 from rollout_client import InvalidArgument
 
 SIDE = 28
-QWEN = "<|vision_start|><|image_pad|><|vision_end|>"
-SMALLER = {"size": {"shortest_edge": 4 * SIDE**2, "longest_edge": 6 * SIDE**2}}
+
+
+class Family(NamedTuple):
+    """A kind of models with images."""
+
+    name: str
+    """Of the fixture."""
+    model: str
+    """Its class in transformers."""
+    image: str
+    """An image in the text of a prompt."""
+    smaller: dict
+    """Options of the image processor that make images smaller."""
+    processor: Callable
+    """Makes the processor: verl's function, or transformers' where that has none for the model."""
+
+
+QWEN2_5_VL = Family(
+    "qwen2_5_vl",
+    "Qwen2_5_VLForConditionalGeneration",
+    "<|vision_start|><|image_pad|><|vision_end|>",
+    {"size": {"shortest_edge": 4 * SIDE**2, "longest_edge": 6 * SIDE**2}},
+    hf_processor,
+)
+INTERNVL3 = Family(
+    "internvl3",
+    "InternVLForConditionalGeneration",
+    "<IMG_CONTEXT>",
+    {"max_patches": 3},
+    transformers.AutoProcessor.from_pretrained,
+)
 
 
 @pytest.fixture(scope="module")
@@ -44,22 +75,15 @@ def difference(model, inputs, output):
     return (torch.tensor(output.log_probs) - expected).abs().max().item()
 
 
-@pytest.mark.parametrize(("name", "kind", "placeholder", "smaller"), [
-    ("qwen2_5_vl", "Qwen2_5_VLForConditionalGeneration", QWEN, SMALLER),
-    ("internvl3", "InternVLForConditionalGeneration", "<IMG_CONTEXT>", {"max_patches": 3}),
-])  # fmt: skip
-def test_log_probabilities_are_those_of_the_processors_pixels(
-    binary, write, rng, monkeypatch, name, kind, placeholder, smaller
-):
-    model = write(name)
-    if name == "internvl3":
-        # verl's own function knows no processor of InternVL.
-        monkeypatch.setattr(rollout_client.verl.server, "hf_processor", transformers.AutoProcessor.from_pretrained)
-    processor = rollout_client.verl.server.hf_processor(model)
+@pytest.mark.parametrize("family", [QWEN2_5_VL, INTERNVL3], ids=lambda family: family.name)
+def test_log_probabilities_are_those_of_the_processors_pixels(binary, write, rng, monkeypatch, family):
+    model = write(family.name)
+    monkeypatch.setattr(rollout_client.verl.server, "hf_processor", family.processor)
+    processor = family.processor(model)
     images = [picture(rng, 100, 75), picture(rng, 150, 90)]
     cases = []
-    for options in ({}, {"images_kwargs": smaller, "fps": 2}):
-        text = f"{placeholder}what{placeholder}is it"
+    for options in ({}, {"images_kwargs": family.smaller, "fps": 2}):
+        text = f"{family.image}what{family.image}is it"
         inputs = processor(text=[text], images=images, return_tensors="pt", **options)
         cases.append((options, inputs))
     assert cases[0][1]["input_ids"].shape > cases[1][1]["input_ids"].shape, "the options make images smaller"
@@ -89,7 +113,7 @@ def test_log_probabilities_are_those_of_the_processors_pixels(
             server._process.stop()
 
     outputs = in_time(sampled())
-    trained = getattr(transformers, kind).from_pretrained(model, dtype=torch.float32)
+    trained = getattr(transformers, family.model).from_pretrained(model, dtype=torch.float32)
     for case, (_, inputs) in enumerate(cases):
         group = outputs[3 * case : 3 * case + 3]
         assert max(difference(trained, inputs, output) for output in group) < 1e-4
@@ -99,7 +123,7 @@ def test_log_probabilities_are_those_of_the_processors_pixels(
 
 
 def test_images_of_a_model_that_verl_has_no_processor_for_are_rejected(binary, write, rng):
-    model = write("internvl3")
+    model = write(INTERNVL3.name)
     assert hf_processor(model) is None
     server = server_alone(rollout_config(binary), path=model)
 
