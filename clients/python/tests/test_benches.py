@@ -13,6 +13,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "benches"))
 import chart
 import end_to_end
 import section
+import towers
 from engines import OURS, PLAIN, Ours, PeerFailedError
 from workloads import WORKLOADS, Limits
 
@@ -103,3 +104,26 @@ def test_table_and_picture_say_what_was_left_out(engines):
     texts = [element.text for element in ET.fromstring(chart.chart(measured)).iter() if element.text]
     assert "left out: about 4.3 min" in texts
     assert texts.count(PLAIN) == 1
+
+
+def test_the_flops_of_a_windowed_tower_are_those_of_a_hand_count():
+    tower = {"depth": 3, "hidden_size": 8, "intermediate_size": 12, "fullatt_block_indexes": [1]}
+    tower |= {"window_size": 112, "temporal_patch_size": 2}
+    # 2 x 6 tokens are 48 patches, in windows of 2 x 4 and 2 x 2 tokens: 32 and 16 patches.
+    embedding = 48 * (3 * 2 * 14 * 14) * 8
+    linear = 48 * 3 * (8 * 24 + 8 * 8 + 8 * 24 + 12 * 8)
+    queries_and_keys = (48 * 48 + 2 * (32 * 32 + 16 * 16)) * 8
+    merger = 12 * (32 * 32 + 32 * 5)
+    by_hand = 2 * (embedding + linear + 2 * queries_and_keys + merger)
+    assert towers.windowed_flops(tower, output_size=5, rows=2, columns=6) == by_hand
+
+
+def test_the_flops_of_tiles_are_those_of_a_hand_count():
+    tower = {"num_hidden_layers": 3, "hidden_size": 8, "intermediate_size": 12, "image_size": [56, 56]}
+    # A tile has 4 x 4 patches, a class token, and 4 tokens.
+    embedding = 16 * (3 * 14 * 14) * 8
+    linear = 17 * 3 * (8 * 24 + 8 * 8 + 8 * 12 + 12 * 8)
+    queries_and_keys = 3 * 17 * 17 * 8
+    projector = 4 * (32 * 5 + 5 * 5)
+    by_hand = 2 * 2 * (embedding + linear + 2 * queries_and_keys + projector)
+    assert towers.tiled_flops(tower, output_size=5, tiles=2) == by_hand
