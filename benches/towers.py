@@ -38,8 +38,8 @@ INTERN_VIT_300M = {
 def windowed_flops(tower: dict, output_size: int, rows: int, columns: int) -> int:
     """FLOPs of a tower of Qwen2.5-VL for a picture of `rows` x `columns` tokens.
 
-    An addition and a multiplication count as two. Counted are the linear layers, and the two products of attention, in
-    which each patch meets the patches of its window, or all of them in the blocks with full attention.
+    A multiplication and its addition count as two. The count has the linear layers and the two products of attention,
+    in which a patch sees the patches of its window, or all patches in the blocks with full attention.
     """
     hidden, inner, depth = tower["hidden_size"], tower["intermediate_size"], tower["depth"]
     tokens, side, full = rows * columns, tower["window_size"] // TOKEN_SIDE, len(tower["fullatt_block_indexes"])
@@ -54,9 +54,9 @@ def windowed_flops(tower: dict, output_size: int, rows: int, columns: int) -> in
 
 
 def tiled_flops(tower: dict, output_size: int, tiles: int) -> int:
-    """FLOPs of InternViT and its projector for a picture of so many tiles, counted as those of `windowed_flops`.
+    """FLOPs of InternViT and its projector for a picture of `tiles` tiles, counted as `windowed_flops` counts.
 
-    A tile has a class token beside its patches, and each of its rows meets all of them.
+    A tile has a class token beside its patches, and each of its rows sees all of them.
     """
     hidden, inner = tower["hidden_size"], tower["intermediate_size"]
     patches = (tower["image_size"][0] // PATCH) ** 2

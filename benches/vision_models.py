@@ -83,7 +83,7 @@ TOWERS = [
 
 
 def save_random(model_class: Any, config: Any, randomize: Callable[[Any, int], None], directory: Path) -> None:
-    """Writes a model of this configuration in bfloat16, the same each time. Its own first weights are never made."""
+    """Writes a model of this configuration in bfloat16, the same each time, without transformers' initial weights."""
     with torch.device("meta"):
         model = model_class(config)
     model = model.to(torch.bfloat16).to_empty(device="cpu")
