@@ -10,7 +10,7 @@ import pytest
 from google.protobuf import descriptor_pb2
 
 import rollout_client
-from rollout_client import _convert, _convert_weights, _proto, types
+from rollout_client import _convert, _convert_weights, _proto, status, types
 from serving import REPOSITORY
 
 
@@ -41,9 +41,9 @@ def test_descriptors_are_those_of_the_proto_files(tmp_path):
         (types.Score, "SequenceScore"),
         (types.AbortResult, "AbortResponse"),
         (types.ServerInfo, "GetInfoResponse"),
-        (types.ServerStatus, "GetStatusResponse"),
-        (types.MemoryLedger, "MemoryLedger"),
-        (types.OpenUpdate, "OpenUpdate"),
+        (status.ServerStatus, "GetStatusResponse"),
+        (status.MemoryLedger, "MemoryLedger"),
+        (status.OpenUpdate, "OpenUpdate"),
         (rollout_client.Timeline, "GetTimelineResponse"),
         (rollout_client.Span, "Span"),
         (rollout_client.PhaseTime, "PhaseTime"),

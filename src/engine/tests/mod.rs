@@ -9,6 +9,7 @@ mod damage;
 mod fake;
 mod host_memory;
 mod isolation;
+mod packed;
 mod requests;
 mod rig;
 mod serving;

@@ -34,8 +34,8 @@ impl RankWeights {
     }
 
     /// Serves from `shards`, which are from [`RankWeights::shadow_shards`] and have a value for every parameter but
-    /// those that are `kept`, and stay as they are: all parameters of a matrix, or none. Returns the storage that served
-    /// before, for the next push. The values of `shards` become the base.
+    /// those that are `kept`: all parameters of a matrix, or none. These stay as they are. Returns the storage that
+    /// served before, for the next push. The values of `shards` become the base.
     ///
     /// # Errors
     /// `ResourceExhausted` if there is not enough memory for weights that were released.

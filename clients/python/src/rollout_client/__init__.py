@@ -38,6 +38,7 @@ from .options import (
     ScoreOptions,
 )
 from .process import ServerProcess
+from .status import MemoryLedger, OpenUpdate, ServerStatus
 from .types import (
     AbortResult,
     AdapterInfo,
@@ -48,9 +49,7 @@ from .types import (
     DtypeName,
     FinishReason,
     Lifecycle,
-    MemoryLedger,
     MemoryTag,
-    OpenUpdate,
     ParameterInfo,
     PromptInput,
     PromptLogprobs,
@@ -62,7 +61,6 @@ from .types import (
     SamplingParams,
     Score,
     ServerInfo,
-    ServerStatus,
     SleepResult,
     StreamEvent,
     StructuredOutputs,

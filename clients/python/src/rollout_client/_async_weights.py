@@ -19,7 +19,8 @@ from .options import (
     PushKind,
     PushLoraOptions,
 )
-from .types import AdapterInfo, OpenUpdate, ParameterInfo, UpdateResult
+from .status import OpenUpdate
+from .types import AdapterInfo, ParameterInfo, UpdateResult
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack

@@ -17,11 +17,11 @@ from ._convert_weights import LIFECYCLES, asleep, open_update
 from ._fields import extend, known, set_field, set_rows
 from .errors import Internal, InvalidArgument
 from .options import GenerateStreamOptions, RequestOptions, ScoreOptions, refuse_unknown
+from .status import MemoryLedger, ServerStatus
 from .types import (
     AbortResult,
     Chat,
     FinishReason,
-    MemoryLedger,
     PromptInput,
     PromptLogprobs,
     PromptOutput,
@@ -31,7 +31,6 @@ from .types import (
     SamplingParams,
     Score,
     ServerInfo,
-    ServerStatus,
     StreamEvent,
     StructuredOutputs,
     Summary,

@@ -8,7 +8,8 @@ from typing import Any
 from . import _proto
 from ._fields import extend, known, number, set_field
 from .errors import InvalidArgument
-from .types import AdapterInfo, Asleep, Lifecycle, OpenUpdate, ParameterInfo, SleepResult, UpdateResult, WakeResult
+from .status import OpenUpdate
+from .types import AdapterInfo, Asleep, Lifecycle, ParameterInfo, SleepResult, UpdateResult, WakeResult
 
 LIFECYCLES = {
     1: Lifecycle.RUNNING,

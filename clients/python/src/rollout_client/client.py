@@ -22,6 +22,7 @@ from ._tls import TlsInput
 from ._weights import WeightSync
 from .errors import DeadlineExceeded, Misdirected, RolloutError, Unavailable
 from .options import GenerateOptions, GenerateStreamOptions, ScoreOptions, refuse_unknown
+from .status import ServerStatus
 from .types import (
     AbortResult,
     DrainMode,
@@ -32,7 +33,6 @@ from .types import (
     SamplingInput,
     Score,
     ServerInfo,
-    ServerStatus,
     SleepResult,
     TokenIds,
     WakeResult,

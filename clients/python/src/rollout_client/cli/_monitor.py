@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 
 from .._timeline import Span
 from ..client import RolloutClient
-from ..types import ServerInfo, ServerStatus
+from ..status import ServerStatus
+from ..types import ServerInfo
 
 BILLION = 1_000_000_000
 _RATES = 512

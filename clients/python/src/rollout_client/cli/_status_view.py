@@ -11,7 +11,8 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from ..types import Lifecycle, MemoryLedger, ServerStatus
+from ..status import MemoryLedger, ServerStatus
+from ..types import Lifecycle
 from . import _format
 from ._monitor import BILLION, Monitor, Push
 

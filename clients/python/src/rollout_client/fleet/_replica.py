@@ -10,7 +10,7 @@ from typing import Protocol, TypeVar
 
 from ..aio import AsyncRolloutClient
 from ..errors import DeadlineExceeded, RolloutError, Unavailable
-from ..types import ServerStatus
+from ..status import ServerStatus
 from ._policy import Policy
 from ._router import Route
 from .types import ReplicaState

@@ -11,7 +11,8 @@ from typing import Any, TypeVar
 
 from ..aio import AsyncRolloutClient
 from ..errors import DataLoss, FailedPrecondition, RolloutError, Unavailable
-from ..types import Lifecycle, ServerStatus
+from ..status import ServerStatus
+from ..types import Lifecycle
 from ._policy import Policy, PushHistory, digest_of_parameters
 from ._replica import STATUS_SECONDS, Endpoint, Replica
 from ._router import Route, Router

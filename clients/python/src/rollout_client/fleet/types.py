@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from enum import Enum
 
 from ..errors import Unavailable
-from ..types import Lifecycle, ServerStatus, UpdateResult
+from ..status import ServerStatus
+from ..types import Lifecycle, UpdateResult
 
 
 class ReplicaState(str, Enum):
