@@ -15,7 +15,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import IO
@@ -23,7 +23,7 @@ from typing import IO
 from step_profile import report, thread_seconds
 from workloads import WORKLOADS, Workload, commit, machine, run_once
 
-from rollout_client import RolloutClient, SamplingParams, ServerProcess
+from rollout_client import ImageInput, RolloutClient, SamplingParams, ServerProcess
 
 HTTP_SHARE = 0.03
 """Most of a group's time that HTTP may cost."""
@@ -87,11 +87,15 @@ class Http:
         return seconds
 
 
-def first_token(client: RolloutClient, workload: Workload, prompts: list[list[int]]) -> float:
-    """Seconds until the first token of a stream through gRPC."""
+def first_token(
+    client: RolloutClient, workload: Workload, prompts: list[list[int]], images: Sequence[Sequence[ImageInput]] = ()
+) -> float:
+    """Seconds until the first token of a stream through gRPC, of prompts that may have images."""
     sampling = SamplingParams(max_tokens=workload.new_tokens, temperature=workload.temperature, ignore_eos=True, seed=1)
     start = time.perf_counter()
-    events = client.generate_stream(prompts, n=workload.n, sampling=sampling, stream_tokens=True, return_text=True)
+    events = client.generate_stream(
+        prompts, n=workload.n, sampling=sampling, images=images, stream_tokens=True, return_text=True
+    )
     next(events)
     seconds = time.perf_counter() - start
     for _ in events:

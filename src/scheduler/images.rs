@@ -56,8 +56,9 @@ impl Images {
     }
 
     /// Where a chunk of the sequence from its first token to be computed must end, at most at `end`: before the first
-    /// image whose embeddings are not there. The plan then runs the next blocks for that picture, unless it encodes
-    /// another one or has no room for it. The oldest running sequence comes first: it may drop all pictures that the
+    /// image whose embeddings are not there before the step. The plan then runs the next blocks for that picture, unless
+    /// it encodes another one or has no room for it: after the last ones the prefill begins in the next step, so that
+    /// running samples do not wait for both in one. The oldest running sequence comes first: it may drop all pictures that the
     /// plan does not need, so that it always advances or its picture does.
     pub fn chunk_end(&mut self, sequence: &Sequence, end: usize, builder: &mut PlanBuilder) -> usize {
         let start = sequence.num_computed;
@@ -66,7 +67,8 @@ impl Images {
             if !builder.pictures.contains(&picture) {
                 builder.pictures.push(picture);
             }
-            if !self.is_ready(picture) && !self.encode(image, builder) {
+            if !self.is_ready(picture, builder) {
+                self.encode(image, builder);
                 return image.placeholders.start.max(start);
             }
         }
@@ -108,23 +110,25 @@ impl Images {
         assert!(self.current.is_none_or(|(_, blocks)| blocks < self.config.tower_blocks), "{:?}", self.current);
     }
 
-    fn is_ready(&mut self, picture: PictureHash) -> bool {
-        self.current.is_none_or(|(current, _)| current != picture) && self.cache.find(picture).is_some()
+    /// Whether the embeddings of a picture are there before the step.
+    fn is_ready(&mut self, picture: PictureHash, builder: &PlanBuilder) -> bool {
+        let of_plan = builder.plan.encode.as_ref().map(|encode| encode.picture.hash());
+        let of_later = self.current.map(|(current, _)| current);
+        ![of_plan, of_later].contains(&Some(picture)) && self.cache.find(picture).is_some()
     }
 
-    /// Lets the plan run the next blocks for an image. Returns whether they are the last ones: the embeddings are there
-    /// when the step runs its sequences.
-    fn encode(&mut self, image: &PromptImage, builder: &mut PlanBuilder) -> bool {
+    /// Lets the plan run the next blocks for an image, unless it encodes another one or has no room for it.
+    fn encode(&mut self, image: &PromptImage, builder: &mut PlanBuilder) {
         let (picture, tokens) = (image.picture.hash(), image.placeholders.len());
         if builder.plan.encode.is_some() {
-            return false;
+            return;
         }
         let first = match self.current {
             Some((current, blocks)) if current == picture => blocks,
             _ => {
                 self.abandon();
                 if self.cache.allocate(picture, tokens, |other| builder.pictures.contains(&other)).is_none() {
-                    return false;
+                    return;
                 }
                 0
             }
@@ -136,7 +140,6 @@ impl Images {
         let is_done = end == self.config.tower_blocks;
         self.current = (!is_done).then_some((picture, end));
         self.encoded += u64::from(is_done);
-        is_done
     }
 
     fn abandon(&mut self) {
