@@ -91,9 +91,10 @@ class ImageInfo:
 
 
 ImageInput = Pixels | npt.NDArray[np.uint8] | bytes | str | Any
-"""An image with its final size: `Pixels`, or an array `[height, width, 3]` of uint8, such as a PIL image. Bytes are a
-PNG or JPEG file, which the server decodes and resizes. A string is the hash of an image that was sent to this server
-before, `PromptImage.hash`; `NotFound` is raised if the server no longer holds it."""
+"""An image with its final size: `Pixels`, or an array of uint8, `[height, width, 3]`, such as a PIL image, or tiles,
+`[tiles, height, width, 3]`. Bytes are a PNG or JPEG file, which the server decodes and resizes. A string is the hash of
+an image that was sent to this server before, `PromptImage.hash`; `NotFound` is raised if the server no longer holds
+it."""
 
 
 def processed_pixels(images: Sequence[Any], processor: Any, **options: Any) -> list[Pixels]:

@@ -46,11 +46,12 @@ def own_tiles(directory):
     return internvl.image_processor(config.vision_config.image_size[0]), model
 
 
-@pytest.mark.parametrize(("name", "load"), [
-    ("qwen2_5_vl", qwen), ("qwen2_5_vl-tied", qwen), ("internvl3", tiles), ("internvl3-chat", own_tiles)
-])  # fmt: skip
-def test_random_images(pytestconfig, rng, name, load):
-    processor, model = load(FIXTURES / name)
+LOAD = {"qwen2_5_vl": qwen, "qwen2_5_vl-tied": qwen, "internvl3": tiles, "internvl3-chat": own_tiles}
+
+
+@pytest.mark.parametrize("name", LOAD)
+def test_random_images(pytestconfig, rng, name):
+    processor, model = LOAD[name](FIXTURES / name)
     pictures = [[picture(rng) for _ in range(IMAGES // PROMPTS)] for _ in range(PROMPTS)]
     pixels = [processed_pixels(of_prompt, processor) for of_prompt in pictures]
     prompts = [prompt(rng, of_prompt, model.config.image_token_id) for of_prompt in pixels]

@@ -28,6 +28,14 @@ STEPS = 3
 TOKENS = 16
 IM_END = 2
 OWN_LAYOUT = "internvl3-chat"
+WITH_IMAGES = {
+    "qwen2_5_vl": ("qwen2_5_vl", "qwen2_5_vl"),
+    "internvl3": ("internvl", "internvl_hf"),
+    OWN_LAYOUT: ("internvl_chat", "internvl3_5"),
+}
+"""ms-swift's type of model and its template for the fixtures that take images."""
+OUTSIDE = ["visual.blocks", "visual.merger", "vision_tower", "multi_modal_projector", "vision_model", "mlp1"]
+"""Parts of the names of towers and projectors."""
 PLUGIN = Path(__file__).with_name("plugin.py")
 LORA = [
     "--tuner_type",
@@ -219,12 +227,8 @@ def test_an_adapter_that_changes_the_base_is_merged_by_the_trainer(train):
     assert client.status().updates == STEPS
 
 
-@pytest.mark.parametrize(("name", "kind"), [
-    ("qwen2_5_vl", ["--model_type", "qwen2_5_vl", "--template", "qwen2_5_vl"]),
-    ("internvl3", ["--model_type", "internvl", "--template", "internvl_hf"]),
-    (OWN_LAYOUT, ["--model_type", "internvl_chat", "--template", "internvl3_5"]),
-])  # fmt: skip
-def test_images(train, tmp_path, rng, name, kind):
+@pytest.mark.parametrize("name", WITH_IMAGES)
+def test_images(train, tmp_path, rng, name):
     """Of sizes that the template changes, so that the pixels differ from the files'."""
     paths = [[tmp_path / f"{row}-{i}.png" for i in range(1 + row % 2)] for row in range(16)]
     for path in itertools.chain(*paths):
@@ -233,10 +237,14 @@ def test_images(train, tmp_path, rng, name, kind):
     model = write_vision_model(tmp_path / "vision", name)
     if name == OWN_LAYOUT:
         add_own_code(model)
+    model_type, template = WITH_IMAGES[name]
+    kind = ["--model_type", model_type, "--template", template, "--freeze_vit", "false", "--freeze_aligner", "false"]
     # ms-swift's flag for vLLM has no effect here.
-    arguments = [*LORA, *kind, "--vllm_limit_mm_per_prompt", '{"image": 2}']
+    kind += ["--vllm_limit_mm_per_prompt", '{"image": 2}']
     limit = ["--limit-mm-per-prompt", "image=2"]
-    training = train(*arguments, model=model, images=paths, flags=limit, INPUT_SIZE="84")
+    training = train(*LORA, *kind, model=model, images=paths, flags=limit, INPUT_SIZE="84")
+    adapted = {part for name in training.steps[0][0]["weights"] if "lora_B" in name for part in OUTSIDE if part in name}
+    assert len(adapted) == 2, adapted  # the tower and the projector
     training.assert_on_policy()
     training.assert_base_untouched()
 
