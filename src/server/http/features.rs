@@ -114,32 +114,39 @@ impl SentFeatures {
             return Err(Error::invalid("features", message));
         }
         let listed = pictures.into_iter().zip(mm_hashes.image).zip(mm_placeholders.image).enumerate();
+        let mut end = 0;
         let image = |(i, ((picture, hash), placeholders)): (usize, ((Option<SentPicture>, String), Placeholders))| {
             let SentPicture { hash: own, pixels } = picture.ok_or_else(missing)?;
             if own != hash {
                 let message = format!("is not the hash of the picture, which is {own}; send what render has returned");
                 return Err(Error::invalid(format!("features.mm_hashes.image[{i}]"), message));
             }
-            check_placeholders(i, &placeholders, &pixels, ids, rules)?;
+            end = check_placeholders(i, end, &placeholders, &pixels, ids, rules)?;
             Ok(pb::Image { source: Some(pb::image::Source::Pixels(pixels)) })
         };
         listed.map(image).collect()
     }
 }
 
-/// Checks that the tokens of an image are placeholders, as many as the image has tokens.
+/// Checks that the tokens of an image are placeholders, as many as the image has tokens, and that they begin at `first`
+/// or later. Returns where they end.
 fn check_placeholders(
     index: usize,
+    first: usize,
     Placeholders { offset, length }: &Placeholders,
     pixels: &pb::Pixels,
     ids: &[TokenId],
     rules: &ImageRules,
-) -> Result<()> {
+) -> Result<usize> {
     let path = format!("features.mm_placeholders.image[{index}]");
     let image_token = rules.vision.image_token;
     let found = offset.checked_add(*length).and_then(|end| ids.get(*offset..end));
     if !found.is_some_and(|found| found.iter().all(|id| *id == image_token)) {
         let message = format!("the {length} tokens from {offset} on are not all placeholders ({image_token})");
+        return Err(Error::invalid(path, message));
+    }
+    if *offset < first {
+        let message = format!("begins at token {offset}, before {first}, where the image before it ends");
         return Err(Error::invalid(path, message));
     }
     // A size that the model does not take is rejected when the message is checked.
@@ -148,7 +155,7 @@ fn check_placeholders(
         Ok(tokens) if tokens != *length => {
             Err(Error::invalid(path, format!("has {length} tokens; the picture has {tokens}")))
         }
-        _ => Ok(()),
+        _ => Ok(offset + length),
     }
 }
 
