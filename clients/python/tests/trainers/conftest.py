@@ -13,7 +13,6 @@ import torch
 from tiny import make_model
 
 from foreign_warnings import pytest_collection, pytest_runtest_protocol  # noqa: F401 hooks
-from models import write_vision_model
 from rollout_client import ServerProcess
 from serving import SMALL_CACHE, assert_idle
 
@@ -24,12 +23,6 @@ torch.set_num_threads(1)
 def model(tmp_path_factory):
     """Path of the tiny model."""
     return str(make_model(tmp_path_factory.mktemp("tiny")))
-
-
-@pytest.fixture(scope="session")
-def vision_model(tmp_path_factory):
-    """Path of a tiny model with a vision tower."""
-    return write_vision_model(tmp_path_factory.mktemp("vision") / "model")
 
 
 @pytest.fixture(scope="session")

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from runs import EXACT, STEPS
 
+from models import write_vision_model
 from rollout_client import ServerProcess
 from rollout_client.process import free_port
 from serving import SMALL_CACHE
@@ -25,16 +26,16 @@ pytestmark = pytest.mark.skipif(not SERVER or not EMULATOR, reason="make cuda-te
 
 
 @pytest.mark.parametrize("kind", ["full", "lora"])
-@pytest.mark.parametrize("data", ["text", "images"])
-def test_grpo_unmodified(request, tmp_path, data, kind):
-    model = str(request.getfixturevalue({"text": "model", "images": "vision_model"}[data]))
-    flags = [*SMALL_CACHE, "--device", "cuda", "--dtype", "float32"]
-    if data == "images":
+@pytest.mark.parametrize("architecture", ["qwen2", "qwen2_5_vl", "internvl3"])
+def test_grpo_unmodified(model, tmp_path, architecture, kind):
+    data, flags = "text", [*SMALL_CACHE, "--device", "cuda", "--dtype", "float32"]
+    if architecture != "qwen2":
+        data, model = "images", str(write_vision_model(tmp_path / "model", architecture))
         flags += ["--limit-mm-per-prompt", "image=2"]
     prefix = ("env", f"LD_LIBRARY_PATH={EMULATOR}")
     with ServerProcess(SERVER, model, flags, prefix=prefix) as server:
         http = server.http_address.rpartition(":")[2]
-        arguments = [http, str(free_port()), model, str(tmp_path), data, kind]
+        arguments = [http, str(free_port()), model, str(tmp_path / "outputs"), data, kind]
         run = subprocess.run(
             [sys.executable, str(HERE / "broadcast_run.py"), *arguments],
             check=False,
