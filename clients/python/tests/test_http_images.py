@@ -153,6 +153,16 @@ def test_features_that_do_not_belong_to_the_prompt_are_rejected(served):
         ({"mm_placeholders": {"image": places[::-1]}}, first_place, "the picture has"),
     ]:
         refused(served, GENERATE, {**rendered, "features": {**features, **changes}}, param, says)
+    alike = parts_of([png_file(56, 56, colour) for colour in ((1, 2, 3), (200, 2, 3))])
+    rendered = ok(served, RENDER, {"messages": chat_of(alike), **SAMPLING})
+    exchanged = {"mm_placeholders": {"image": rendered["features"]["mm_placeholders"]["image"][::-1]}}
+    refused(
+        served,
+        GENERATE,
+        {**rendered, "features": {**rendered["features"], **exchanged}},
+        "features.mm_placeholders.image[1]",
+        "where the image before it ends",
+    )
     both = {**rendered, "content_parts": [{"type": "image_url", "url": data_url(PICTURES[0])}]}
     refused(served, GENERATE, both, "content_parts", "cannot be combined with features")
 

@@ -19,11 +19,12 @@ use crate::types::{
 use crate::weights::{
     Adapter, Checkpoint, DeclaredPush, Delta, Dtype, ModelSource, ParamSpec, Parameters, Partition, ReceiveMode,
     ReceivingPush, ShadowWeights, Slice, Sources, TensorData, TensorEntry, Tensors, UpdateHeader, UpdateKind,
-    WeightUpdate,
+    WeightUpdate, matrix_shape,
 };
 
 pub const DTYPES: [StorageDtype; 2] = [StorageDtype::F32, StorageDtype::Bf16];
-pub const MODELS: [&str; 7] = ["llama", "llama-tied", "qwen2", "qwen3", "mistral", "llama-tied.gguf", "qwen2_5_vl"];
+pub const MODELS: [&str; 8] =
+    ["llama", "llama-tied", "qwen2", "qwen3", "mistral", "llama-tied.gguf", "qwen2_5_vl", "internvl3"];
 pub const BLOCK_SIZE: usize = 16;
 const BLOCKS: usize = 32;
 const MAX_TOKENS: usize = 128;
@@ -130,7 +131,7 @@ impl Setup {
 
     /// Every parameter as it serves.
     pub fn snapshot(&self, ranks: &mut Ranks) -> Vec<Vec<u8>> {
-        self.parameters.iter().map(|spec| ranks.read(spec, 0..spec.shape[0]).unwrap()).collect()
+        self.parameters.iter().map(|spec| ranks.read(spec, 0..matrix_shape(&spec.shape).0).unwrap()).collect()
     }
 
     /// Names the parameters that serve other bytes.

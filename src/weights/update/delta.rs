@@ -56,8 +56,8 @@ impl Delta {
 }
 
 impl TensorDelta {
-    /// The changes of the parameters that the tensor has one below the other, each of so many elements. Those without
-    /// changes are left out. Indices count from each parameter's first element.
+    /// The changes of the parameters that the tensor has one below the other, each of so many elements. Indices count
+    /// from each parameter's first element.
     pub fn divide(mut self, parameters: Vec<(String, u64)>) -> Vec<(String, ParameterDelta)> {
         let (mut first, mut ranges) = (0, Vec::new());
         for (name, elements) in parameters {
@@ -70,8 +70,8 @@ impl TensorDelta {
             self.indices[range.clone()].iter_mut().for_each(|index| *index -= first);
         }
         let tensor = Arc::new(self);
-        let parts = ranges.into_iter().filter(|(_, _, range)| !range.is_empty());
-        parts.map(|(name, _, range)| (name, ParameterDelta { tensor: tensor.clone(), range })).collect()
+        let part = |(name, _, range)| (name, ParameterDelta { tensor: tensor.clone(), range });
+        ranges.into_iter().map(part).collect()
     }
 
     /// The new values of some changes.

@@ -102,7 +102,7 @@ fn fixtures_have_candles_log_probabilities() {
 }
 
 /// Fixtures whose architecture candle does not have; `images.rs` compares them with transformers.
-const WITH_IMAGES: [&str; 2] = ["qwen2_5_vl", "qwen2_5_vl-tied"];
+const WITH_IMAGES: [&str; 4] = ["internvl3", "internvl3-chat", "qwen2_5_vl", "qwen2_5_vl-tied"];
 
 #[test]
 fn every_checkpoint_of_the_fixtures_is_in_the_list() {
