@@ -66,7 +66,7 @@ impl HeldPictures {
     }
 
     /// Number of pictures.
-    pub fn len(&self) -> usize {
+    pub fn count(&self) -> usize {
         self.lock().pictures.len()
     }
 
@@ -91,15 +91,15 @@ mod tests {
         held.hold(&second);
         assert_eq!(held.find(first.hash()), Some(first.clone()));
         held.hold(&third);
-        assert_eq!((held.find(second.hash()), held.len()), (None, 2));
+        assert_eq!((held.find(second.hash()), held.count()), (None, 2));
         held.hold(&first);
         held.hold(&picture(4, 1));
-        assert_eq!((held.find(third.hash()), held.len()), (None, 2));
+        assert_eq!((held.find(third.hash()), held.count()), (None, 2));
         held.hold(&picture(5, 5));
-        assert_eq!(held.len(), 2, "no picture is dropped for one that cannot be held");
+        assert_eq!(held.count(), 2, "no picture is dropped for one that cannot be held");
         held.clear();
-        assert_eq!((held.find(first.hash()), held.len()), (None, 0));
+        assert_eq!((held.find(first.hash()), held.count()), (None, 0));
         held.hold(&picture(6, 4));
-        assert_eq!(held.len(), 1, "all bytes are free again");
+        assert_eq!(held.count(), 1, "all bytes are free again");
     }
 }

@@ -39,7 +39,7 @@ impl pb::control_server::Control for ControlService {
             if let Some(update) = status.update.as_mut().filter(|_| is_limited) {
                 update.adapter.clear();
             }
-            status.named_images = count(context.model.images.as_ref().map_or(0, |images| images.held.len()));
+            status.named_images = count(context.model.images.as_ref().map_or(0, |images| images.held.count()));
             status.uptime_seconds = self.started.elapsed().as_secs_f64();
             status.internal_errors += self.server.panics.count();
             Ok(status)

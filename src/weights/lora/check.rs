@@ -100,6 +100,13 @@ fn group(
     Ok((modules, own_names))
 }
 
+/// The parameters that a tensor of the adapter has one below the other.
+struct TensorLayout {
+    /// The name of each, and its rows in the tensor.
+    parts: Vec<(String, Range<usize>)>,
+    shape: Vec<usize>,
+}
+
 struct Checker<'a> {
     config: AdapterConfig,
     tensors: &'a [AdapterTensor<'a>],
@@ -165,9 +172,8 @@ impl Checker<'_> {
         stored_parameters(parameter).iter().any(|part| self.parameters.is_ignored(part))
     }
 
-    /// The parameters that one tensor has, one below the other, with the first row of each and their number of rows;
-    /// and its shape. `None` if the model has no such parameter.
-    fn rows_of(&self, parameter: &str) -> Option<(Vec<(String, Range<usize>)>, Vec<usize>)> {
+    /// The layout of a tensor of this name; `None` if the model has no such parameter.
+    fn layout(&self, parameter: &str) -> Option<TensorLayout> {
         let (mut parts, mut shape, mut rows) = (Vec::new(), Vec::new(), 0);
         for part in stored_parameters(parameter) {
             let spec = self.parameters.get(&part)?;
@@ -179,7 +185,7 @@ impl Checker<'_> {
         if parts.len() > 1 {
             shape[0] = rows;
         }
-        Some((parts, shape))
+        Some(TensorLayout { parts, shape })
     }
 
     /// The name of a module in the adapter.
@@ -259,7 +265,7 @@ impl Checker<'_> {
                 Err(self.wrong(tensor, "is here, but adapter_config.lora_bias is not true".into()))
             }
             (Some(&tensor), true) => {
-                let Some((parts, shape)) = self.rows_of(&parameter) else {
+                let Some(TensorLayout { parts, shape }) = self.layout(&parameter) else {
                     return Err(self.wrong(tensor, format!("cannot be merged: {name} has no bias in this model")));
                 };
                 self.expect_shape(tensor, &shape)?;
@@ -338,7 +344,7 @@ impl Checker<'_> {
         if self.is_ignored(&parameter) {
             return Ok(());
         }
-        let Some((parts, shape)) = self.rows_of(&parameter) else {
+        let Some(TensorLayout { parts, shape }) = self.layout(&parameter) else {
             return Err(self.wrong(tensor, format!("the model has no {parameter}; ListParameters names what it has")));
         };
         let (_, cols) = matrix_shape(&shape);

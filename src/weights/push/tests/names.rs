@@ -246,8 +246,7 @@ fn a_vision_models_parameters_have_the_names_of_trainers_vllm_and_checkpoints() 
     assert_eq!(resolve("model.language_model.embed_tokens.weight", &model(false)), None);
 }
 
-#[test]
-fn internvls_parameters_have_the_names_of_both_layouts() {
+fn internvl_model() -> Parameters {
     let tower = [
         "embeddings.cls_token",
         "embeddings.position_embeddings",
@@ -265,11 +264,17 @@ fn internvls_parameters_have_the_names_of_both_layouts() {
     let decoder = ["model.layers.0.mlp.up_proj.weight", "lm_head.weight"].map(String::from);
     let names = tower.into_iter().chain(projector).chain(decoder);
     let specs = names.map(|name| ParamSpec::new(name, vec![4, 4], ShardRule::Replicated)).collect();
-    let parameters = Parameters::new(specs, Dtype::F32, 1, false);
-    let all = |name: &str| -> Vec<String> {
-        let mapping = resolve(name, &parameters).unwrap_or_else(|| panic!("{name} is unknown"));
-        mapping.parts.into_iter().map(|part| part.parameter).collect()
-    };
+    Parameters::new(specs, Dtype::F32, 1, false)
+}
+
+/// The parameters that a tensor of this name has.
+fn parameters_of(name: &str) -> Vec<String> {
+    let mapping = resolve(name, &internvl_model()).unwrap_or_else(|| panic!("{name} is unknown"));
+    mapping.parts.into_iter().map(|part| part.parameter).collect()
+}
+
+#[test]
+fn internvls_tower_has_the_names_of_both_layouts() {
     for (own, pushed, expected) in [
         ("vision_model.embeddings.class_embedding", "model.vision_tower.embeddings.cls_token", "embeddings.cls_token"),
         (
@@ -304,9 +309,13 @@ fn internvls_parameters_have_the_names_of_both_layouts() {
         ),
     ] {
         let expected = [format!("vision_tower.{expected}")];
-        assert_eq!((all(own), all(pushed)), (expected.to_vec(), expected.to_vec()));
+        assert_eq!((parameters_of(own), parameters_of(pushed)), (expected.to_vec(), expected.to_vec()));
         assert_eq!(stored_parameters(own), expected);
     }
+}
+
+#[test]
+fn internvls_projector_and_decoder_have_the_names_of_both_layouts() {
     for (own, pushed, expected) in [
         ("mlp1.0.weight", "model.multi_modal_projector.layer_norm.weight", "multi_modal_projector.layer_norm.weight"),
         ("mlp1.1.weight", "model.multi_modal_projector.linear_1.weight", "multi_modal_projector.linear_1.weight"),
@@ -318,12 +327,15 @@ fn internvls_parameters_have_the_names_of_both_layouts() {
         ),
         ("language_model.lm_head.weight", "lm_head.weight", "lm_head.weight"),
     ] {
-        assert_eq!((all(own), all(pushed)), (vec![expected.to_string()], vec![expected.to_string()]));
+        assert_eq!(
+            (parameters_of(own), parameters_of(pushed)),
+            (vec![expected.to_string()], vec![expected.to_string()])
+        );
         assert_eq!(stored_parameters(own), [expected]);
     }
     let fused = "vision_model.encoder.layers.3.attn.qkv.weight";
     let parts = ["q", "k", "v"].map(|part| format!("vision_tower.encoder.layer.3.attention.{part}_proj.weight"));
-    assert_eq!((all(fused), stored_parameters(fused)), (parts.to_vec(), parts.to_vec()));
+    assert_eq!((parameters_of(fused), stored_parameters(fused)), (parts.to_vec(), parts.to_vec()));
 }
 
 #[test]
