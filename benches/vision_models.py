@@ -125,8 +125,8 @@ def write_intern_vl(directory: Path, decoder: dict, tower: dict) -> None:
         tie_word_embeddings=False,
     )
     save_random(transformers.InternVLForConditionalGeneration, config, tiled.randomize, directory)
-    tiled.write_preprocessor(directory, side, False)
-    tiled.write_tokenizer(directory)
+    tiled.write_preprocessor(directory, side, is_own=False)
+    tiled.write_tokenizer(directory, is_own=False)
 
 
 def write_decoder(directory: Path, model: Path) -> None:
