@@ -56,10 +56,10 @@ impl Images {
     }
 
     /// Where a chunk of the sequence from its first token to be computed must end, at most at `end`: before the first
-    /// image whose embeddings are not there before the step. The plan then runs the next blocks for that picture, unless
-    /// it encodes another one or has no room for it: after the last ones the prefill begins in the next step, so that
-    /// running samples do not wait for both in one. The oldest running sequence comes first: it may drop all pictures that the
-    /// plan does not need, so that it always advances or its picture does.
+    /// image whose embeddings are not there before the step. The plan then runs the next blocks for that picture,
+    /// unless it encodes another one or has no room for it: after the last ones the prefill begins in the next step, so
+    /// that running samples do not wait for both in one. The oldest running sequence comes first: it may drop all
+    /// pictures that the plan does not need, so that it always advances or its picture does.
     pub fn chunk_end(&mut self, sequence: &Sequence, end: usize, builder: &mut PlanBuilder) -> usize {
         let start = sequence.num_computed;
         for image in overlapping(&sequence.prompt.images, start..end) {
