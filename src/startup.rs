@@ -382,7 +382,7 @@ fn parameters(weights: &mut Model, model: &ModelConfig, layout: &Layout) -> Resu
     let parameters = Parameters::new(specs, layout.weights.into(), layout.world, model.tie_word_embeddings);
     let Some(vision) = model.vision.as_ref().filter(|_| layout.max_image_tokens == 0) else { return Ok(parameters) };
     tracing::info!(
-        "--limit-mm-per-prompt image=0: the vision tower is not loaded, and pushes may bring it but are not changed by it"
+        "--limit-mm-per-prompt image=0: the vision tower is not loaded; its tensors are ignored in pushes and adapters"
     );
     let mut tower = Tower::new(vision, &layout.build(0), vision.fewest_tokens())?;
     Ok(parameters.with_ignored(specs_of(&mut tower)?))

@@ -85,7 +85,8 @@ fn picture(image: GivenImage, rules: &ImageRules, charge: &mut Charge) -> Result
             let bytes = <[u8; 32]>::try_from(&hash[..]);
             let hash = bytes.map_err(|_| Error::invalid(&path, format!("has {} bytes; SHA-256 has 32", hash.len())))?;
             let hash = PictureHash(hash);
-            let not_held = || Error::NotFound(format!("{path}: the server does not hold the image {hash}; send it"));
+            let not_held =
+                || Error::NotFound(format!("{path}: the server does not hold the image {hash}; send its pixels"));
             let picture = rules.held.find(hash).ok_or_else(not_held)?;
             charge.grow(picture.rgb().len() as u64)?;
             picture
