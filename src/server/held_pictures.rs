@@ -40,10 +40,16 @@ impl HeldPictures {
     /// Holds a picture, unless it alone has more bytes than all may have.
     pub fn hold(&self, picture: &Picture) {
         let bytes = picture.rgb().len() as u64;
-        if bytes > self.max_bytes || self.find(picture.hash()).is_some() {
+        if bytes > self.max_bytes {
             return;
         }
         let mut held = self.lock();
+        held.uses += 1;
+        let uses = held.uses;
+        if let Some((_, last_use)) = held.pictures.get_mut(&picture.hash()) {
+            *last_use = uses;
+            return;
+        }
         while held.bytes + bytes > self.max_bytes {
             let oldest = held.pictures.iter().min_by_key(|(_, (_, last_use))| *last_use);
             let (hash, dropped) =
@@ -51,11 +57,8 @@ impl HeldPictures {
             held.pictures.remove(&hash);
             held.bytes -= dropped;
         }
-        held.uses += 1;
-        let uses = held.uses;
-        if held.pictures.insert(picture.hash(), (picture.clone(), uses)).is_none() {
-            held.bytes += bytes;
-        }
+        held.pictures.insert(picture.hash(), (picture.clone(), uses));
+        held.bytes += bytes;
     }
 
     /// Drops all pictures.

@@ -142,8 +142,8 @@ def test_features_that_do_not_belong_to_the_prompt_are_rejected(served):
     moved = [{**places[0], "offset": places[0]["offset"] + 1}, places[1]]
     first_place = "features.mm_placeholders.image[0]"
     for changes, param, says in [
-        ({"kwargs_data": None}, "features.kwargs_data", "the server keeps none"),
-        ({"kwargs_data": {"image": [data[0], None]}}, "features.kwargs_data", "the server keeps none"),
+        ({"kwargs_data": None}, "features.kwargs_data", "a picture is missing"),
+        ({"kwargs_data": {"image": [data[0], None]}}, "features.kwargs_data", "a picture is missing"),
         ({"kwargs_data": {"image": data[:1]}}, "features", "2 mm_hashes, 2 mm_placeholders and 1 kwargs_data"),
         ({"kwargs_data": {"image": ["AAAA", data[1]]}}, "features.kwargs_data.image[0]", "is not a picture"),
         ({"kwargs_data": {"image": ["?", data[1]]}}, "features.kwargs_data.image[0]", "is not base64"),

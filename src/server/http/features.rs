@@ -100,8 +100,7 @@ impl SentFeatures {
             return Err(Error::invalid("features", "this model takes no images; leave them out"));
         };
         let missing = || {
-            let message = "a picture is missing, and the server keeps none; send what render has returned, without \
-                           mm_payload: none";
+            let message = "a picture is missing; send what render has returned, without mm_payload: none";
             Error::invalid("features.kwargs_data", message)
         };
         let pictures = kwargs_data.ok_or_else(missing)?.image;

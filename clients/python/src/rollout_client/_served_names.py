@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-# Beginnings of the names in a trainer's memory, and of the server's: of Qwen2.5-VL and InternVL3 in transformers, then
-# of InternVL3 in its own code.
+# Prefixes of the trainer's names and the server's prefixes for them. The first four are transformers' prefixes for
+# Qwen2.5-VL and InternVL3; InternVL's own code uses the others.
 _LAYOUTS = (
     ("model.language_model.", "model."),
     ("model.visual.", "visual."),
@@ -19,7 +19,7 @@ _LAYOUTS = (
     ("mlp1.1.", "multi_modal_projector.linear_1."),
     ("mlp1.3.", "multi_modal_projector.linear_2."),
 )
-# Parts of the tower's names in InternVL's own code, and of the server's.
+# Segments of a tower parameter's name in InternVL's own code, and the server's segments for them.
 _OWN_TOWER = {
     "class_embedding": "cls_token",
     "position_embedding": "position_embeddings",

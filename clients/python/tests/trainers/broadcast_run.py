@@ -1,6 +1,8 @@
-"""A run of TRL's own GRPOTrainer in server mode, which broadcasts its weights to the server. A process of its own,
-because it imports the package `vllm` of `emulated`. Arguments: the server's HTTP port, the group's port, model, folder
-of outputs, "text" or "images", and "lora" or "full". Prints a line of JSON."""
+"""Runs TRL's own GRPOTrainer in server mode, which broadcasts its weights to the server. The script runs as a separate
+process because it imports the package `vllm` of `emulated`.
+
+It takes six arguments: the server's HTTP port, the port of the NCCL group, the model, the output directory, the dataset
+("text" or "images") and the kind of push ("lora" or "full"). It prints the results as one line of JSON."""
 
 from __future__ import annotations
 
