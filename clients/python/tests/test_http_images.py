@@ -84,6 +84,15 @@ def test_a_chat_has_the_samples_of_grpc(served):
     assert (counted["tokens"], counted["count"]) == (output.prompt_token_ids, len(output.prompt_token_ids))
 
 
+@pytest.mark.parametrize("path", [CHAT, RENDER, "/tokenize"])
+def test_members_without_effect_are_listed(served, path):
+    image, text, other = parts_of()
+    named = {"type": "image_url", "image_url": {"url": other["image_url"]["url"]}, "uuid": "mine"}
+    message = {"role": "user", "content": [image, text, named]}
+    answer = ask(served.http_address, "POST", path, {"messages": [message]})
+    assert answer.headers["x-ignored-members"] == "messages.0.content.0.image_url.detail, messages.0.content.2.uuid"
+
+
 def test_messages_and_responses_take_images(served):
     """Both are the chat of the same texts and images."""
     greedy = {"temperature": 0}

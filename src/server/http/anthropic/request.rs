@@ -230,7 +230,7 @@ impl MessagesPrompt {
         let parallel_tool_calls = self.tool_choice.as_ref().map(|choice| !choice.disable_parallel_tool_use);
         let tool_choice = self.tool_choice.map(|choice| choice.into_chat()).transpose()?;
         let prompt = ChatPrompt {
-            messages: Some(raw(&messages)?),
+            messages: Some(raw(&messages)?.into()),
             tools: (!tools.is_empty()).then(|| raw(&tools)).transpose()?,
             chat_template_kwargs: reasoning_variables(self.chat_template_kwargs, effort.as_deref(), thinks)?,
             ..ChatPrompt::default()

@@ -15,7 +15,7 @@ fn chat_of(body: &Value, takes_later_system: bool) -> Result<ChatRequest> {
 fn messages(system: Value, messages: Value, takes_later_system: bool) -> Value {
     let body = json!({ "max_tokens": 1, "system": system, "messages": messages });
     let chat = chat_of(&body, takes_later_system).expect("valid");
-    value_of(chat.prompt.messages.as_deref())
+    value_of(chat.prompt.messages.as_ref().map(|messages| &*messages.json))
 }
 
 #[test]

@@ -72,8 +72,13 @@ pub(in crate::server::http) async fn tokenize(
 ) -> HttpResult<Response> {
     let context = app.server.context()?;
     let JsonBody {
-        value: TokenizeRequest { model, prompt, return_token_strs, chat }, bytes, mut charge, ignored, ..
+        value: TokenizeRequest { model, prompt, return_token_strs, chat },
+        bytes,
+        mut charge,
+        mut ignored,
+        ..
     } = body;
+    chat.without_effect().for_each(|name| ignored.add(name));
     check_model(model.as_deref(), &context).await?;
     let prompt = match (prompt, chat.messages.is_some()) {
         (None, true) => chat.into_message()?,

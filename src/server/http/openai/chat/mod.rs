@@ -71,8 +71,9 @@ members! {
 pub(in crate::server::http) async fn chat_completions(
     State(app): State<AppState>,
     headers: HeaderMap,
-    body: JsonBody<ChatRequest>,
+    mut body: JsonBody<ChatRequest>,
 ) -> HttpResult<Response> {
+    body.value.prompt.without_effect().for_each(|name| body.ignored.add(name));
     sample(&app, body, |body, context| {
         let (message, options) = message(body, request_id(&headers), context)?;
         let spared = options.spared;

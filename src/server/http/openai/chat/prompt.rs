@@ -1,7 +1,7 @@
 //! The prompt of a chat: its messages, and everything else that the model's template shows.
 
 use serde::de::{DeserializeOwned, IgnoredAny};
-use serde::{Deserialize, Serialize};
+use serde::{Deserialize, Deserializer, Serialize};
 use serde_json::value::RawValue;
 use utoipa::ToSchema;
 
@@ -18,7 +18,7 @@ members! {
         /// whatever else the template knows, such as `tool_calls`, `tool_call_id` and `reasoning_content`. An image_url
         /// is a `data:` URL of a PNG or JPEG file.
         #[schema(value_type = Option<Vec<serde_json::Value>>)]
-        pub(in crate::server::http) messages: Box<RawValue>,
+        pub(in crate::server::http) messages: Messages,
         /// Tools that the model may call: objects of the type `function`, with name, description and parameters.
         #[schema(value_type = Option<Vec<serde_json::Value>>)]
         pub(in crate::server::http) tools: Box<RawValue>,
@@ -42,7 +42,19 @@ members! {
     }
 }
 
+/// The messages of a chat, as JSON.
+pub(in crate::server::http) struct Messages {
+    pub(in crate::server::http) json: Box<RawValue>,
+    /// Paths of the members of images that have no effect.
+    without_effect: Vec<String>,
+}
+
 impl ChatPrompt {
+    /// Paths of the members within messages that were given and have no effect.
+    pub(in crate::server::http) fn without_effect(&self) -> impl Iterator<Item = &str> {
+        self.messages.iter().flat_map(|messages| &messages.without_effect).map(String::as_str)
+    }
+
     /// The role of the answer: that of the last message, if there is no prompt for an assistant's.
     pub(super) fn role(&self) -> String {
         if self.add_generation_prompt != Some(false) && self.continue_final_message != Some(true) {
@@ -61,9 +73,8 @@ impl ChatPrompt {
 
     /// The last message.
     fn last<T: DeserializeOwned>(&self) -> Option<T> {
-        let messages = self.messages.as_ref().map_or("[]", |messages| messages.get());
-        let all: Vec<&RawValue> = serde_json::from_str(messages).ok()?;
-        serde_json::from_str(all.last()?.get()).ok()
+        let messages = self.messages.as_ref()?;
+        serde_json::from_str(items(&messages.json).last()?.get()).ok()
     }
 
     /// The prompt as a gRPC client would send it.
@@ -76,7 +87,7 @@ impl ChatPrompt {
         let text = |json: Option<Box<RawValue>>| json.map_or_else(String::new, |json| Box::<str>::from(json).into());
         let chat = pb::Chat {
             messages: Vec::new(),
-            messages_json: text(Some(messages)),
+            messages_json: text(Some(messages.json)),
             tools_json: text(self.tools),
             documents_json: text(self.documents),
             template_arguments_json: template_arguments(text(self.chat_template_kwargs), self.reasoning_effort),
@@ -87,6 +98,67 @@ impl ChatPrompt {
         let (kind, add_special_tokens) = (Some(pb::prompt::Kind::Chat(chat)), self.add_special_tokens);
         Ok(pb::Prompt { kind, add_special_tokens, ..Default::default() })
     }
+}
+
+impl From<Box<RawValue>> for Messages {
+    fn from(json: Box<RawValue>) -> Self {
+        Self { json, without_effect: Vec::new() }
+    }
+}
+
+impl<'de> Deserialize<'de> for Messages {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> std::result::Result<Self, D::Error> {
+        let json = Box::<RawValue>::deserialize(deserializer)?;
+        Ok(Self { without_effect: without_effect(&json), json })
+    }
+}
+
+/// Paths of the members of images that have no effect: how finely the image is seen, and the name by which vLLM caches
+/// it. Messages that are malformed have none, because they are rejected later.
+fn without_effect(messages: &RawValue) -> Vec<String> {
+    // The files of images make the text long, and few clients send these members.
+    if !["\"detail\"", "\"uuid\""].into_iter().any(|name| messages.get().contains(name)) {
+        return Vec::new();
+    }
+    let mut found = Vec::new();
+    for (i, message) in items(messages).into_iter().enumerate() {
+        let content = serde_json::from_str::<Shown<'_>>(message.get()).ok().and_then(|message| message.content);
+        for (j, part) in content.map_or_else(Vec::new, items).into_iter().enumerate() {
+            let Ok(ShownImage { image_url: Some(url), uuid }) = serde_json::from_str(part.get()) else { continue };
+            let path = format!("messages.{i}.content.{j}");
+            if serde_json::from_str::<ShownUrl>(url.get()).is_ok_and(|url| url.detail.is_some()) {
+                found.push(format!("{path}.image_url.detail"));
+            }
+            found.extend(uuid.map(|_| format!("{path}.uuid")));
+        }
+    }
+    found
+}
+
+/// The items of a list; none of anything else.
+fn items(list: &RawValue) -> Vec<&RawValue> {
+    serde_json::from_str(list.get()).unwrap_or_default()
+}
+
+/// A message, of which only the content is read.
+#[derive(Deserialize)]
+struct Shown<'a> {
+    #[serde(borrow)]
+    content: Option<&'a RawValue>,
+}
+
+/// A part of a content that may be an image.
+#[derive(Deserialize)]
+struct ShownImage<'a> {
+    #[serde(borrow)]
+    image_url: Option<&'a RawValue>,
+    uuid: Option<IgnoredAny>,
+}
+
+/// The object in which a part has its URL.
+#[derive(Deserialize)]
+struct ShownUrl {
+    detail: Option<IgnoredAny>,
 }
 
 /// How much a model reasons.
@@ -228,6 +300,23 @@ mod tests {
             assert_eq!(arguments(members), expected, "{members}");
         }
         assert!(serde_json::from_str::<ChatPrompt>(r#"{"reasoning_effort": "much"}"#).is_err());
+    }
+
+    #[test]
+    fn members_of_images_without_effect_are_named() {
+        let named = |content: &str| {
+            let body = format!(r#"{{"messages": [3, {{"role": "user", "content": {content}}}]}}"#);
+            read(&body).without_effect().collect::<Vec<_>>().join(" ")
+        };
+        let image = r#"{"type": "image_url", "image_url": {"url": "data:", "detail": "low"}, "uuid": "a"}"#;
+        let text = r#"{"type": "text", "text": "detail", "uuid": null}"#;
+        let expected = "messages.1.content.1.image_url.detail messages.1.content.1.uuid";
+        assert_eq!(named(&format!("[{text}, {image}]")), expected);
+        let plain = r#"{"type": "image_url", "image_url": "data:", "uuid": null}"#;
+        for content in [plain, text, "3", "null", "[]", "[\"detail\", 3, [], {}, null]"] {
+            assert_eq!(named(content), "", "{content}");
+        }
+        assert_eq!(named(&format!("[{plain}]")), "");
     }
 
     #[test]

@@ -175,7 +175,8 @@ pub(in crate::server::http) async fn render(
     body: JsonBody<RenderRequest>,
 ) -> HttpResult<Response> {
     let context = app.server.context()?;
-    let JsonBody { value: RenderRequest { mm_payload, chat: body }, mut charge, ignored, .. } = body;
+    let JsonBody { value: RenderRequest { mm_payload, chat: body }, mut charge, mut ignored, .. } = body;
+    body.prompt.without_effect().for_each(|name| ignored.add(name));
     check_model(body.sampling.model.as_deref(), &context).await?;
     let stream_options = body.sampling.stream_options;
     let (mut message, options) = message(body, request_id(&headers), &context)?;

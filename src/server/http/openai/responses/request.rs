@@ -153,7 +153,7 @@ impl ResponseRequest {
         let tools = self.tools.as_deref().map(functions).transpose()?.filter(|tools| !tools.is_empty());
         let tool_choice = self.tool_choice.as_deref().map(choice).transpose()?;
         let prompt = ChatPrompt {
-            messages: Some(raw(&messages)?),
+            messages: Some(raw(&messages)?.into()),
             tools: tools.as_ref().map(raw).transpose()?,
             continue_final_message: Some(continues),
             chat_template_kwargs: reasoning_variables(self.chat_template_kwargs, effort.as_deref(), None)?,

@@ -12,7 +12,7 @@ fn chat_of(body: &Value) -> Result<(ChatRequest, Value)> {
 
 fn messages(instructions: Value, input: Value) -> Value {
     let (chat, _) = chat_of(&json!({ "instructions": instructions, "input": input })).expect("valid");
-    value_of(chat.prompt.messages.as_deref())
+    value_of(chat.prompt.messages.as_ref().map(|messages| &*messages.json))
 }
 
 #[test]
