@@ -14,6 +14,7 @@ use rollout_server::weights::{Dtype, TensorEntry};
 
 use crate::common::{Engine, Push, Request, StateDict, random_prompts, random_weights};
 use crate::emulator::{calls, emulated, fail};
+use crate::images;
 use crate::require::require;
 
 /// What a child does: the call that fails, the code, and the first case, separated by spaces.
@@ -26,6 +27,9 @@ const RANK_FAILED: i32 = 70;
 const MOST_WITHOUT_MEMORY: u64 = 40;
 /// Each of these ends a process.
 const SOME_OTHERS: u64 = 2;
+
+/// A model with a tower.
+const VISION_MODEL: &str = "qwen2_5_vl";
 
 /// What an engine does while a call fails.
 #[derive(Clone, Copy, PartialEq)]
@@ -44,6 +48,8 @@ enum Work {
     DoraOfPushedOnTwoRanks,
     WakeWithDoraOnTwoRanks,
     Step,
+    /// Of two pictures whose embeddings are not held, and the prefill and samples behind them.
+    Encode,
 }
 
 impl Work {
@@ -84,7 +90,10 @@ impl Bench {
     fn new(work: Work) -> Self {
         let tp = if work.is_on_two_ranks() { "2" } else { "1" };
         let flags = ["--dtype", "bfloat16", "--kv-cache-bytes", "2MiB", "--max-adapters", "2", "--tp", tp];
-        let engine = Engine::start("qwen2", &[&["--device", "cuda"], &flags[..]].concat());
+        let engine = match work {
+            Work::Encode => images::start(VISION_MODEL, &flags),
+            _ => Engine::start("qwen2", &[&["--device", "cuda"], &flags[..]].concat()),
+        };
         let [first, second] = [1, 2].map(|seed| random_weights(engine.parameters(), seed));
         let bench = Self { engine, work, first, second };
         if matches!(work, Work::LoraOfPushed | Work::Full | Work::Delta | Work::Sleep) || work.is_on_two_ranks() {
@@ -125,12 +134,21 @@ impl Bench {
 
     fn generate(&self) -> Result<Vec<Vec<(TokenId, u32, u32)>>> {
         self.engine.reset_prefix_cache();
+        if self.work == Work::Encode {
+            return self.encode();
+        }
         let adapter = (!self.adapters().is_empty()).then(|| "one".to_string());
         let params = SamplingParams { max_tokens: 3, temperature: 0.8, top_p: 0.9, ..Default::default() };
         let prompts = random_prompts(5, 2, 3..20, 250);
         let reply = self.engine.generate(Request { adapter, ..Request::generate(prompts, 1, 7, 0) }.params(params));
         let bits = reply.bits();
         reply.error.map_or(Ok(bits), Err)
+    }
+
+    /// Encodes the pictures of two prompts again, and samples.
+    fn encode(&self) -> Result<Vec<Vec<(TokenId, u32, u32)>>> {
+        self.engine.ask(|reply| Command::ResetEncoderCache { reply });
+        images::try_sample(&self.engine, &images::cases(VISION_MODEL))
     }
 
     fn adapters(&self) -> Vec<String> {
@@ -160,7 +178,7 @@ impl Bench {
             Work::Sleep => self.engine.sleep(SleepLevel::One, DrainMode::Abort).map(drop),
             Work::DoraOfPushedOnTwoRanks => self.dora(),
             Work::Wake | Work::WakeWithoutPolicy | Work::WakeWithDoraOnTwoRanks => self.wake(),
-            Work::Step => self.generate().map(drop),
+            Work::Step | Work::Encode => self.generate().map(drop),
         }
     }
 
@@ -179,7 +197,7 @@ impl Bench {
                 self.engine.ask(remove).unwrap();
             }
             Work::Sleep => self.wake().unwrap(),
-            Work::Wake | Work::WakeWithoutPolicy | Work::WakeWithDoraOnTwoRanks | Work::Step => {}
+            Work::Wake | Work::WakeWithoutPolicy | Work::WakeWithDoraOnTwoRanks | Work::Step | Work::Encode => {}
         }
         self.prepare();
     }
@@ -274,7 +292,7 @@ fn check(name: &str, work: Work) {
             assert_eq!(child.status.code(), Some(RANK_FAILED), "{}", is("the child did not end as it should"));
             let reports = log.lines().filter(|line| line.contains(" ERROR ")).count();
             assert_eq!((reports, log.matches(" has failed (its").count()), (1, 1), "{}", is("not one message"));
-            let is_expected = code == LAUNCH_FAILED || work == Work::Step;
+            let is_expected = code == LAUNCH_FAILED || matches!(work, Work::Step | Work::Encode);
             assert!(is_expected, "{}", is("no memory has ended the process"));
             ended += 1;
             from += lines("case");
@@ -330,6 +348,11 @@ fn an_adapter_for_which_two_ranks_gather_rows() {
 #[test]
 fn a_wake_for_which_two_ranks_gather_rows() {
     check("a_wake_for_which_two_ranks_gather_rows", Work::WakeWithDoraOnTwoRanks);
+}
+
+#[test]
+fn an_encode() {
+    check("an_encode", Work::Encode);
 }
 
 #[test]

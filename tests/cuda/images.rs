@@ -1,6 +1,7 @@
 //! Prompts with images on a CUDA device: log-probabilities against transformers, and the same bits in chunks, from the
 //! cache and in captured graphs. Those of several ranks are in `ranks`.
 
+use rollout_server::error::Error;
 use rollout_server::types::{SamplingParams, TokenId};
 
 use crate::common::images::{Case, Reference, with_images};
@@ -33,11 +34,16 @@ pub fn score(engine: &Engine, cases: &[Case]) -> Vec<Vec<f32>> {
 
 /// For each sample, its tokens and the bits of both log-probabilities.
 pub fn sample(engine: &Engine, cases: &[Case]) -> Vec<Vec<(TokenId, u32, u32)>> {
+    try_sample(engine, cases).unwrap()
+}
+
+/// [`sample`], or why the request has failed.
+pub fn try_sample(engine: &Engine, cases: &[Case]) -> Result<Vec<Vec<(TokenId, u32, u32)>>, Error> {
     let params = SamplingParams { max_tokens: 5, temperature: 0.8, top_p: 0.9, ..Default::default() };
     let request = |prompts| Request::generate(prompts, 2, SEED, 0).params(params.clone());
     let reply = engine.generate(with_images(request, cases));
-    assert!(reply.error.is_none(), "{:?}", reply.error);
-    reply.bits()
+    let bits = reply.bits();
+    reply.error.map_or(Ok(bits), Err)
 }
 
 #[test]

@@ -39,10 +39,10 @@ struct Visit {
     stays: Duration,
 }
 
-fn visit(dice: &mut Dice, routes: &[Route]) -> Visit {
-    let mut sent = request(dice, routes);
+fn visit(dice: &mut Dice, request: &impl Fn(&mut Dice) -> Vec<u8>) -> Visit {
+    let mut sent = request(dice);
     if dice.one_in(8) {
-        sent.extend(request(dice, routes));
+        sent.extend(request(dice));
     }
     if dice.one_in(12) {
         sent = mutated(dice, sent);
@@ -63,14 +63,19 @@ fn visit(dice: &mut Dice, routes: &[Route]) -> Visit {
 
 fn request(dice: &mut Dice, routes: &[Route]) -> Vec<u8> {
     let route = &routes[dice.below(routes.len())];
-    let mut body = if route.takes_body { route.body(dice).into_bytes() } else { Vec::new() };
+    let body = if route.takes_body { route.body(dice).into_bytes() } else { Vec::new() };
+    request_of(dice, &route.method, &route.path, body)
+}
+
+/// A request with this body, which may be spoilt, and with odd headers.
+pub fn request_of(dice: &mut Dice, method: &str, path: &str, mut body: Vec<u8>) -> Vec<u8> {
     if dice.one_in(6) {
         body = mutated(dice, body);
     }
-    let method = if dice.one_in(30) { dice.pick(&["HEAD", "OPTIONS", "PUT", "BREW", "get"]) } else { &route.method };
+    let method = if dice.one_in(30) { dice.pick(&["HEAD", "OPTIONS", "PUT", "BREW", "get"]) } else { method };
     let version = if dice.one_in(20) { dice.pick(&["1.0", "2.0", "0.9", "1.1 "]) } else { "1.1" };
     let query = if dice.one_in(6) { query(dice) } else { String::new() };
-    let mut head = format!("{method} {}{query} HTTP/{version}\r\nhost: localhost\r\nconnection: close\r\n", route.path);
+    let mut head = format!("{method} {path}{query} HTTP/{version}\r\nhost: localhost\r\nconnection: close\r\n");
     if dice.one_in(6) {
         head.push_str(&odd_headers(dice));
     }
@@ -165,20 +170,24 @@ fn judge(read: &[u8]) -> Result<Option<u16>, String> {
 
 #[tokio::test]
 async fn http_requests_of_any_kind() {
-    const NAME: &str = "http_requests_of_any_kind";
-    let options = Options::read(CASES);
-    let mut server = Server::start(&[]).await;
+    let server = Server::start(&[]).await;
+    let routes = routes(&server.http).await;
+    check("http_requests_of_any_kind", CASES, server, |dice| request(dice, &routes)).await;
+}
+
+/// Makes the requests of the target `name`, up to [`CLIENTS`] at the same time, and checks each answer and the server.
+pub async fn check(name: &str, cases: u64, mut server: Server, request: impl Fn(&mut Dice) -> Vec<u8>) {
+    let options = Options::read(cases);
     let connection = server.connect().await;
     let rest = Rest::before(&connection).await;
-    let routes = routes(&server.http).await;
     let (mut answers, mut refused) = (0_u32, 0_u32);
     let mut from = options.cases.start;
     while options.goes_on(from) {
         let to = options.cases.end.min(from + BATCH);
-        println!("fuzz {NAME}: seed {}, cases {from}..{to}", options.seed);
+        println!("fuzz {name}: seed {}, cases {from}..{to}", options.seed);
         for case in from..to {
-            let mut dice = Dice::of(options.seed, NAME, case);
-            let visits: Vec<Visit> = (0..1 + dice.below(CLIENTS)).map(|_| visit(&mut dice, &routes)).collect();
+            let mut dice = Dice::of(options.seed, name, case);
+            let visits: Vec<Visit> = (0..1 + dice.below(CLIENTS)).map(|_| visit(&mut dice, &request)).collect();
             let mut clients = tokio::task::JoinSet::new();
             for visit in visits {
                 let address = server.http.clone();
@@ -192,17 +201,17 @@ async fn http_requests_of_any_kind() {
                     Err(why) => {
                         let sent =
                             String::from_utf8_lossy(&visit.pieces.concat()).chars().take(2000).collect::<String>();
-                        server.fail(NAME, &options.again(&case.to_string()), &format!("{why}\n  sent: {sent}"));
+                        server.fail(name, &options.again(&case.to_string()), &format!("{why}\n  sent: {sent}"));
                     }
                 }
             }
         }
         if let Err(why) = rest.check(&connection).await.and_then(|()| server.check_log()) {
-            server.fail(NAME, &options.again(&format!("{from}..{to}")), &why);
+            server.fail(name, &options.again(&format!("{from}..{to}")), &why);
         }
         from = to;
     }
-    println!("fuzz {NAME}: {answers} answers, {refused} of them refusals");
+    println!("fuzz {name}: {answers} answers, {refused} of them refusals");
     // Requests that are nearly all refused would test little.
     assert!(answers < 100 || refused * 10 < answers * 9, "{refused} of {answers} were refused");
 }

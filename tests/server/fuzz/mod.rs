@@ -4,12 +4,13 @@
 //! `make test` runs the same few thousand cases each time; `make fuzz` runs others for as long as asked. A failure says
 //! how to repeat its case. `dice` makes values from a seed, `mutate` and `wire` make the calls, `run` runs the cases of
 //! a target, and `rest` checks the server afterwards. `http` makes requests to the other port, after the server's own
-//! description, which `describe` reads. `picture` decodes files without a server. The other files have the cases of
-//! each method.
+//! description, which `describe` reads, and `features` sends pictures to it. `picture` decodes files without a server.
+//! The other files have the cases of each method.
 
 mod control;
 mod describe;
 mod dice;
+mod features;
 mod http;
 mod mutate;
 mod picture;

@@ -15,7 +15,7 @@ use super::run::Options;
 const BATCH: u64 = 100;
 
 /// The files of tests/fixtures/pixels.json.
-fn files() -> Vec<Vec<u8>> {
+pub fn files() -> Vec<Vec<u8>> {
     let path = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/fixtures/pixels.json");
     let fixture: serde_json::Value = serde_json::from_slice(&std::fs::read(path).expect("the fixture")).expect("JSON");
     let cases = ["pictures", "jpegs", "jpegs", "jpegs"].map(|list| fixture[list].as_array().expect("a list"));
@@ -86,6 +86,17 @@ fn changed_png(dice: &mut Dice, file: &[u8]) -> Vec<u8> {
     made
 }
 
+/// One of `files`, mostly changed.
+pub fn file_of(dice: &mut Dice, files: &[Vec<u8>]) -> Vec<u8> {
+    let mut file = files[dice.below(files.len())].clone();
+    match dice.below(8) {
+        0 => {}
+        1..=5 if file[0] == 0x89 => file = changed_png(dice, &file),
+        _ => change(dice, &mut file),
+    }
+    file
+}
+
 fn made(file: &[u8], preprocessor: &Preprocessor) -> Result<Picture, Error> {
     let header = Header::read("images[0]", file)?;
     header.decoded_bytes(preprocessor)?;
@@ -106,12 +117,7 @@ fn picture_files() {
         let to = options.cases.end.min(from + BATCH);
         for case in from..to {
             let mut dice = Dice::of(options.seed, "picture_files", case);
-            let mut file = files[dice.below(files.len())].clone();
-            match dice.below(8) {
-                0 => {}
-                1..=5 if file[0] == 0x89 => file = changed_png(&mut dice, &file),
-                _ => change(&mut dice, &mut file),
-            }
+            let file = file_of(&mut dice, &files);
             let sizing = dice.pick(&sizings);
             let (mean, std) = ([0.5; 3], [0.5; 3]);
             let preprocessor =

@@ -28,6 +28,11 @@ pub fn fixture(path: &str) -> PathBuf {
 impl Server {
     /// Starts a server with small limits, so that requests are preempted, queues fill and pushes do not fit.
     pub async fn start(flags: &[&str]) -> Self {
+        Self::of_model("qwen2", flags).await
+    }
+
+    /// A server like that of [`Server::start`], of another fixture.
+    pub async fn of_model(model: &str, flags: &[&str]) -> Self {
         let dir = tempfile::tempdir().expect("a directory");
         let weights = dir.path().join("weights");
         fill_weights_dir(&weights);
@@ -50,7 +55,7 @@ impl Server {
             .args(["--max-adapters", "2", "--max-lora-rank", "8", "--max-queued-samples", "4096"])
             .args(flags)
             .arg("--model")
-            .arg(fixture("qwen2"))
+            .arg(fixture(model))
             .arg("--weights-dir")
             .arg(&weights)
             .env("RUST_BACKTRACE", "0")
