@@ -67,7 +67,7 @@ say = @printf '\033[1m==> %s\033[0m\n' "$(1)"
 .DELETE_ON_ERROR:
 
 help: ## this list
-	@sed -n 's/^\([a-z0-9-]*\):.*## \(.*\)/\1\t\2/p' $(MAKEFILE_LIST) | expand -t 20
+	@sed -n 's/^\([a-z0-9-]*\):.*## \(.*\)/\1\t\2/p' $(MAKEFILE_LIST) | expand -t 24
 
 setup: $(VENV)/.installed ## the Python environment .venv: client, tests, linters
 
@@ -127,8 +127,9 @@ cuda: $(CUDA_TOOLS) ## build the server for NVIDIA GPUs (needs none; installs th
 cuda-test: ## the kernels and the server on an emulated GPU
 cuda-test-flash: ## candle-flash-attn's kernels on an emulated GPU, beside our own (minutes to compile)
 cuda-test-trainers: $(TRAINERS)/.installed ## TRL's own trainer, which broadcasts its weights to an emulated GPU
+cuda-test-integrations: $(INTEGRATED:%=.venv-%/.installed) ## ms-swift and verl with images against emulated GPUs
 cuda-check: ## registers, spills and instructions of each kernel for each card, beside the committed table
-cuda-test cuda-test-binaries cuda-test-flash cuda-test-trainers cuda-check: $(CUDA_TOOLS)
+cuda-test cuda-test-binaries cuda-test-flash cuda-test-trainers cuda-test-integrations cuda-check: $(CUDA_TOOLS)
 	$(cuda_sh) $(@:cuda-%=%)
 
 # Without a card the script ends with 77, which make reports as `Error 77` and its own status 2: nothing was checked.

@@ -25,6 +25,12 @@ use_toolkit() {
     export CARGO_TARGET_DIR=$CUDA_TARGET
 }
 
+build_emulated_server() {
+    build_emulator
+    use_toolkit
+    "$CARGO" build --release --features cuda --bin rollout-server
+}
+
 # emulated DEVICES ARGUMENTS...: runs tests on the emulator, where each of them must run.
 emulated() {
     LD_LIBRARY_PATH=$emulator CUEMU_DEVICES=$1 ROLLOUT_REQUIRE_GPU=1 "${cargo_test[@]}" "${@:2}"
@@ -58,11 +64,21 @@ test-flash)
     ;;
 # Both sides of the group are emulated, and torch's store is the real one.
 test-trainers)
-    build_emulator
-    use_toolkit
-    "$CARGO" build --release --features cuda --bin rollout-server
+    build_emulated_server
     ROLLOUT_CUDA_SERVER=$server EMULATOR=$emulator "$TRAINERS/bin/python" -m pytest \
         clients/python/tests/trainers/test_trl_broadcast.py --server "$server"
+    ;;
+# The server alone finds the emulator: the trainers stay on the CPU.
+test-integrations)
+    build_emulated_server
+    printf '#!/usr/bin/env bash\nLD_LIBRARY_PATH=%q CUEMU_DEVICES=2 exec %q --device cuda "$@"\n' \
+        "$emulator" "$server" >"$emulator/rollout-server"
+    chmod +x "$emulator/rollout-server"
+    for tests in swift/test_swift_training.py verl/test_images.py; do
+        say "${tests%%/*} with images against emulated GPUs"
+        ".venv-${tests%%/*}/bin/python" -m pytest -p no:asyncio -k images \
+            "clients/python/tests/integrations/$tests" --server "$emulator/rollout-server"
+    done
     ;;
 check)
     use_toolkit

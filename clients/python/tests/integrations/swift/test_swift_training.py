@@ -240,13 +240,15 @@ def test_images(train, tmp_path, rng, name):
     model_type, template = WITH_IMAGES[name]
     kind = ["--model_type", model_type, "--template", template, "--freeze_vit", "false", "--freeze_aligner", "false"]
     # ms-swift's flag for vLLM has no effect here.
-    kind += ["--vllm_limit_mm_per_prompt", '{"image": 2}']
-    limit = ["--limit-mm-per-prompt", "image=2"]
-    training = train(*LORA, *kind, model=model, images=paths, flags=limit, INPUT_SIZE="84")
+    kind += ["--vllm_limit_mm_per_prompt", '{"image": 2}', "--sleep_level", "1"]
+    flags = ["--limit-mm-per-prompt", "image=2"]
+    flags += ["--tp", "2"] if name != OWN_LAYOUT else []  # whose tower has three heads
+    training = train(*LORA, *kind, model=model, images=paths, flags=flags, INPUT_SIZE="84")
     adapted = {part for name in training.steps[0][0]["weights"] if "lora_B" in name for part in OUTSIDE if part in name}
     assert len(adapted) == 2, adapted  # the tower and the projector
     training.assert_on_policy()
     training.assert_base_untouched()
+    training.assert_asleep(1)
 
 
 def add_own_code(model):

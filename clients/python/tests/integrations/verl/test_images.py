@@ -87,7 +87,7 @@ def test_log_probabilities_are_those_of_the_processors_pixels(binary, write, rng
         inputs = processor(text=[text], images=images, return_tensors="pt", **options)
         cases.append((options, inputs))
     assert cases[0][1]["input_ids"].shape > cases[1][1]["input_ids"].shape, "the options make images smaller"
-    server = server_alone(rollout_config(binary, limit_images=2), path=model)
+    server = server_alone(rollout_config(binary, limit_images=2, tensor_model_parallel_size=2), path=model)
 
     async def sampled():
         await server.launch_server()
