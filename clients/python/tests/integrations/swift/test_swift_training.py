@@ -202,6 +202,8 @@ def test_turns_are_the_trainers_and_their_prefix_is_cached(train, tmp_path):
     embedding = state["model.embed_tokens.weight"].copy()
     embedding[IM_END] *= 3
     model = write_model(tmp_path / "talker", PUSH_MODEL, state | {"model.embed_tokens.weight": embedding})
+    # No other token ends a turn: ms-swift would add the template's end and train on it, without log-probabilities.
+    (model / "generation_config.json").write_text(json.dumps({"eos_token_id": IM_END}))
     training = train(*LORA, "--multi_turn_scheduler", "again", "--max_turns", "3", model=model)
     training.assert_on_policy()
     training.assert_base_untouched()
