@@ -74,10 +74,10 @@ test-integrations)
     printf '#!/usr/bin/env bash\nLD_LIBRARY_PATH=%q CUEMU_DEVICES=2 exec %q --device cuda "$@"\n' \
         "$emulator" "$server" >"$emulator/rollout-server"
     chmod +x "$emulator/rollout-server"
-    for tests in swift/test_swift_training.py verl/test_images.py; do
-        say "${tests%%/*} with images against emulated GPUs"
-        ".venv-${tests%%/*}/bin/python" -m pytest -p no:asyncio -k images \
-            "clients/python/tests/integrations/$tests" --server "$emulator/rollout-server"
+    for name in swift verl; do
+        say "$name with images against emulated GPUs"
+        ".venv-$name/bin/python" -m pytest -p no:asyncio -k images "clients/python/tests/integrations/$name" \
+            --server "$emulator/rollout-server"
     done
     ;;
 check)

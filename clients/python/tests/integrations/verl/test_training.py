@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import io
 import os
 import re
 import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pandas
 import pytest
+from PIL import Image
 from replicas import MODEL
 
+from models import write_vision_model
 from rollout_client.verl import NAME
 from rollout_client.verl._settings import BINARY_VARIABLE
 
@@ -78,16 +82,42 @@ TWO_RANKS = {
 
 @pytest.mark.parametrize("model", [TWO_RANKS, {"actor_rollout_ref.model.lora_rank": 4}], ids=["full", "lora"])
 def test_verls_trainer_runs_and_agrees_with_what_the_server_says(binary, tmp_path, model):
-    prompts = [
+    assert_on_policy(binary, tmp_path, [{"prompt": ask(f"count {i}")} for i in range(4 * STEPS)], model)
+
+
+def test_verls_trainer_and_the_server_see_the_same_images(binary, tmp_path, rng):
+    """Prompts of one and of two images, which differ by them alone."""
+    counts = [1 + i % 2 for i in range(4 * STEPS)]
+    prompts = [{"prompt": ask("<image>" * n + "what is it"), "images": [png(rng) for _ in range(n)]} for n in counts]
+    path = write_vision_model(tmp_path / "vision")
+    model = {"actor_rollout_ref.model.path": path, "+actor_rollout_ref.rollout.limit_images": 2}
+    assert_on_policy(binary, tmp_path, prompts, model)
+
+
+def ask(question):
+    return [{"role": "user", "content": question}]
+
+
+def png(rng):
+    """A file of random size, as verl's data sets have it."""
+    height, width = rng.integers(30, 90, 2)
+    file = io.BytesIO()
+    Image.fromarray(rng.integers(0, 256, (height, width, 3), dtype=np.uint8)).save(file, "PNG")
+    return {"bytes": file.getvalue()}
+
+
+def assert_on_policy(binary, tmp_path, prompts, model):
+    """Trains, and finds the server's probabilities to be the trainer's at every step."""
+    rows = [
         {
+            **prompt,
             "data_source": "tiny",
-            "prompt": [{"role": "user", "content": f"count {i}"}],
             "reward_model": {"style": "rule", "ground_truth": "e"},
             "extra_info": {"index": i},
         }
-        for i in range(4 * STEPS)
+        for i, prompt in enumerate(prompts)
     ]
-    pandas.DataFrame(prompts).to_parquet(tmp_path / "prompts.parquet")
+    pandas.DataFrame(rows).to_parquet(tmp_path / "prompts.parquet")
     (tmp_path / "reward.py").write_text(REWARD)
     files = {
         "data.train_files": tmp_path / "prompts.parquet",
