@@ -395,13 +395,13 @@ fn elementwise(c: &mut Criterion) {
             group.bench_function(BenchmarkId::new("silu_mul", m), |b| {
                 b.iter(|| silu_mul(&cpu, Rows::dense(&gate_up, 2 * inner), RowsMut::dense(&mut out, inner)))
             });
-            let width = model.heads * model.head_dim;
-            let (mut q, table) = (values(m * width), values(m * model.head_dim / 2));
+            let (width, head_dim) = (model.heads * model.head_dim, model.head_dim);
+            let (mut q, table) = (values(m * width), values(m * head_dim / 2));
             let positions: Vec<u32> = (0..m as u32).collect();
             let positions = RotaryPositions { positions: &positions, axes: 1, axis_of: &[] };
             group.throughput(Throughput::BytesDecimal(8 * (m * width) as u64));
             group.bench_function(BenchmarkId::new("rope", m), |b| {
-                b.iter(|| rope(&cpu, RowsMut::dense(&mut q, width), model.head_dim, positions, &table, &table))
+                b.iter(|| rope(&cpu, RowsMut::dense(&mut q, width), head_dim, head_dim, positions, &table, &table))
             });
         }
     }

@@ -27,6 +27,7 @@ mod merge;
 mod ops;
 mod patches;
 mod reference;
+mod rotary;
 mod sampling;
 mod step;
 mod tensor;
@@ -49,8 +50,9 @@ pub use matrix::Matrix;
 pub use merge::{LoraDelta, LowRank, Magnitude, Merge, MergeBase, ReadValues, Replacement, WeightChange};
 pub use ops::Ops;
 pub use patches::Patches;
+pub use rotary::{RotaryPositions, RotaryTables};
 pub use sampling::{Distribution, Sampled, SampledTokens, SamplingTask, TokenLogprobs};
-pub use step::{AttentionSequence, AttentionShape, Padding, RotaryPositions, RowTasks, Step, StepInput};
+pub use step::{AttentionSequence, AttentionShape, Padding, RowTasks, Step, StepInput};
 pub use values::{Dtype, StorageDtype, TensorData, TensorView};
 pub use weights::{MAX_LEAVES, MatrixShape, ROW_GROUP, ReadRows, WriteElements, reduction_leaves};
 

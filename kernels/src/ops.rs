@@ -15,6 +15,7 @@ use crate::kv_layout::BlockCopy;
 use crate::matrix::Matrix;
 use crate::merge::Merge;
 use crate::patches::Patches;
+use crate::rotary::RotaryTables;
 use crate::sampling::Sampled;
 use crate::step::{AttentionSequence, AttentionShape, Padding, Step, StepInput};
 use crate::weights::{ReadRows, WriteElements};
@@ -206,28 +207,20 @@ impl Ops {
         self.0.layer_norm(x, weight, bias, eps, out)
     }
 
-    /// Rotates each head of `x` (`[rows, heads * head_dim]`) in place by the positions of its row; `cos` and `sin` are
-    /// `[positions, head_dim / 2]`. `axis_of` has the axis of [`StepInput::positions`] for each of the `head_dim / 2`
-    /// frequencies, so that M-RoPE, the sections of which may be interleaved, and the 2-D rotation of a vision tower
-    /// differ in this table alone. If it is empty, all frequencies take the first axis.
+    /// Rotates each head of `x` (`[rows, heads * head_dim]`) in place by the positions of its row.
     ///
     /// # Panics
-    /// If shapes do not agree, or if the positions of the step lack the axis of a frequency.
-    pub fn rope(
-        &self,
-        x: &Tensor,
-        head_dim: usize,
-        step: &Step<'_>,
-        cos: &DeviceBuffer,
-        sin: &DeviceBuffer,
-        axis_of: &[u8],
-    ) -> Result<()> {
+    /// If shapes do not agree, more dimensions are rotated than a head has, or the positions of the step lack the axis
+    /// of a frequency.
+    pub fn rope(&self, x: &Tensor, head_dim: usize, step: &Step<'_>, tables: &RotaryTables<'_>) -> Result<()> {
         let _span = trace_span!("rope").entered();
-        let (given, half, axes) = (axis_of.len(), head_dim / 2, step.input().axes);
+        let RotaryTables { rotary_dim, axis_of, .. } = *tables;
+        assert!(rotary_dim.is_multiple_of(2) && rotary_dim <= head_dim, "{rotary_dim} dimensions of {head_dim}");
+        let (given, half, axes) = (axis_of.len(), rotary_dim / 2, step.input().axes);
         assert!(given == 0 || given == half, "an axis for each of {half} frequencies, not for {given}");
         let is_axis = |axis: &u8| usize::from(*axis) < axes;
         assert!(axis_of.iter().all(is_axis), "{axis_of:?}: positions have {axes} axes");
-        self.0.rope(x, head_dim, step, cos, sin, axis_of)
+        self.0.rope(x, head_dim, step, tables)
     }
 
     /// Puts the key and the value of each row (`[rows, kv_heads * head_dim]`) into its slot of the cache.

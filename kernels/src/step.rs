@@ -3,6 +3,7 @@
 use std::any::Any;
 use std::ops::Range;
 
+use crate::rotary::RotaryPositions;
 use crate::sampling::SamplingTask;
 
 /// The most axes of a position.
@@ -91,24 +92,6 @@ impl<'a> StepInput<'a> {
     /// The positions for a rotation with this axis of each frequency.
     pub(crate) fn rotary_positions(&self, axis_of: &'a [u8]) -> RotaryPositions<'a> {
         RotaryPositions { positions: self.positions, axes: self.axes, axis_of }
-    }
-}
-
-/// The positions by which [`Ops::rope`](crate::Ops::rope) rotates rows.
-#[derive(Clone, Copy)]
-pub struct RotaryPositions<'a> {
-    /// `[rows, axes]`.
-    pub positions: &'a [u32],
-    pub axes: usize,
-    /// Axis of each frequency; the first axis for all of them if empty.
-    pub axis_of: &'a [u8],
-}
-
-impl RotaryPositions<'_> {
-    /// The position of a row for a frequency.
-    pub(crate) fn position(&self, row: usize, frequency: usize) -> usize {
-        let axis = self.axis_of.get(frequency).map_or(0, |axis| usize::from(*axis));
-        self.positions[row * self.axes + axis] as usize
     }
 }
 

@@ -7,8 +7,8 @@ use candle_core::Tensor;
 use rollout_kernels::cpu::{Isa, Products};
 use rollout_kernels::{
     Activations, AttentionSequence, AttentionShape, Backend, BlockCopy, Device, DeviceOptions, Distribution, KvLayout,
-    LoraDelta, LowRank, Matrix, MatrixShape, Merge, MergeBase, Ops, Patches, RowTasks, SamplingTask, StepInput,
-    StorageDtype, TensorView, WeightChange, reduction_leaves,
+    LoraDelta, LowRank, Matrix, MatrixShape, Merge, MergeBase, Ops, Patches, RotaryTables, RowTasks, SamplingTask,
+    StepInput, StorageDtype, TensorView, WeightChange, reduction_leaves,
 };
 
 const EMPTY: StepInput<'static> =
@@ -91,7 +91,9 @@ impl Rank {
         self.keep(&out);
         self.ops.rms_norm(&x, &weight, 1e-5, &out).unwrap();
         self.ops.rms_norm_heads(&out, &head_weight, 1e-5).unwrap();
-        self.ops.rope(&out, head_dim, &step, &table, &table, &[0, 2, 1, 2, 0, 0, 1, 1, 2]).unwrap();
+        let axis_of = &[0, 2, 1, 2, 0, 0, 1, 1, 2];
+        let tables = RotaryTables { rotary_dim: head_dim, cos: &table, sin: &table, axis_of };
+        self.ops.rope(&out, head_dim, &step, &tables).unwrap();
         self.ops.select_logits_rows(&out, &step, 0..1, &selected).unwrap();
         self.ops.select_rows(&out, &[1], &selected).unwrap();
         self.ops.add_rows(&selected, &[0], &out).unwrap();

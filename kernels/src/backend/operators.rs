@@ -12,6 +12,7 @@ use crate::kv_layout::BlockCopy;
 use crate::matrix::Matrix;
 use crate::merge::Merge;
 use crate::patches::Patches;
+use crate::rotary::RotaryTables;
 use crate::sampling::Sampled;
 use crate::step::{AttentionShape, Padding, Step, StepInput};
 use crate::weights::{ReadRows, WriteElements};
@@ -68,15 +69,7 @@ pub(crate) trait OpsImpl: Send {
     ) -> Result<()>;
     fn rms_norm_heads(&self, x: &Tensor, weight: &DeviceBuffer, eps: f32) -> Result<()>;
     fn layer_norm(&self, x: &Tensor, weight: &DeviceBuffer, bias: &DeviceBuffer, eps: f32, out: &Tensor) -> Result<()>;
-    fn rope(
-        &self,
-        x: &Tensor,
-        head_dim: usize,
-        step: &Step<'_>,
-        cos: &DeviceBuffer,
-        sin: &DeviceBuffer,
-        axis_of: &[u8],
-    ) -> Result<()>;
+    fn rope(&self, x: &Tensor, head_dim: usize, step: &Step<'_>, tables: &RotaryTables<'_>) -> Result<()>;
     fn write_kv(&self, k: &Tensor, v: &Tensor, step: &Step<'_>, cache: &mut KvCache) -> Result<()>;
     fn copy_blocks(&self, cache: &mut KvCache, copies: &[BlockCopy]) -> Result<()>;
     fn paged_attention(

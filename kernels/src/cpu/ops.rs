@@ -18,6 +18,7 @@ use crate::kv_layout::BlockCopy;
 use crate::matrix::Matrix;
 use crate::merge::Merge;
 use crate::patches::Patches;
+use crate::rotary::RotaryTables;
 use crate::sampling::Sampled;
 use crate::step::{AttentionShape, Step, StepInput};
 use crate::tensor::{rows, rows_mut, with_f32, with_f32_mut};
@@ -160,18 +161,13 @@ impl OpsImpl for CpuOps {
         with_f32(weight.tensor(), |weight| with_f32(bias.tensor(), |bias| norm(weight, bias))?)?
     }
 
-    fn rope(
-        &self,
-        x: &Tensor,
-        head_dim: usize,
-        step: &Step<'_>,
-        cos: &DeviceBuffer,
-        sin: &DeviceBuffer,
-        axis_of: &[u8],
-    ) -> Result<()> {
+    fn rope(&self, x: &Tensor, head_dim: usize, step: &Step<'_>, tables: &RotaryTables<'_>) -> Result<()> {
+        let RotaryTables { rotary_dim, cos, sin, axis_of } = *tables;
         let positions = step.input().rotary_positions(axis_of);
         with_f32(cos.tensor(), |cos| {
-            with_f32(sin.tensor(), |sin| rows_mut(x, |x| super::rope(&self.cpu, x, head_dim, positions, cos, sin)))?
+            with_f32(sin.tensor(), |sin| {
+                rows_mut(x, |x| super::rope(&self.cpu, x, head_dim, rotary_dim, positions, cos, sin))
+            })?
         })?
     }
 

@@ -35,6 +35,7 @@ use crate::kv_layout::BlockCopy;
 use crate::matrix::Matrix;
 use crate::merge::Merge;
 use crate::patches::Patches;
+use crate::rotary::RotaryTables;
 use crate::sampling::Sampled;
 use crate::step::{AttentionShape, Padding, Step, StepInput};
 use crate::weights::{ReadRows, WriteElements};
@@ -218,17 +219,8 @@ impl OpsImpl for CudaOps {
         self.norms.layer_norm(x, pointer(weight.tensor())?, pointer(bias.tensor())?, eps, out)
     }
 
-    fn rope(
-        &self,
-        x: &Tensor,
-        head_dim: usize,
-        step: &Step<'_>,
-        cos: &DeviceBuffer,
-        sin: &DeviceBuffer,
-        axis_of: &[u8],
-    ) -> Result<()> {
-        let (cos, sin) = (pointer(cos.tensor())?, pointer(sin.tensor())?);
-        self.rope.rotate(rows(x)?, head_dim, prepared(step), cos, sin, axis_of)
+    fn rope(&self, x: &Tensor, head_dim: usize, step: &Step<'_>, tables: &RotaryTables<'_>) -> Result<()> {
+        self.rope.rotate(rows(x)?, head_dim, prepared(step), tables)
     }
 
     fn write_kv(&self, k: &Tensor, v: &Tensor, step: &Step<'_>, cache: &mut KvCache) -> Result<()> {

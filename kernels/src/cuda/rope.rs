@@ -9,7 +9,8 @@ use super::context::Context;
 use super::launch::{Launch, rows_grid};
 use super::module::{Module, fat_binary};
 use super::step::CudaStep;
-use super::tensor::TensorRows;
+use super::tensor::{TensorRows, pointer};
+use crate::rotary::RotaryTables;
 
 /// The kernel of [`Ops::rope`](crate::Ops::rope).
 pub(super) struct Rope {
@@ -23,25 +24,17 @@ impl Rope {
         Ok(Self { context: context.clone(), rope: module.function("rope")? })
     }
 
-    /// Rotates each head of `x` in place by the step's positions; `cos` and `sin` are the addresses of tables
-    /// `[positions, head_dim / 2]`.
+    /// Rotates each head of `x` in place by the step's positions.
     ///
     /// # Panics
     /// If `x` has other heads, or there are axes of too many frequencies.
-    pub fn rotate(
-        &self,
-        x: TensorRows,
-        head_dim: usize,
-        step: &CudaStep,
-        cos: u64,
-        sin: u64,
-        axis_of: &[u8],
-    ) -> Result<()> {
+    pub fn rotate(&self, x: TensorRows, head_dim: usize, step: &CudaStep, tables: &RotaryTables<'_>) -> Result<()> {
         assert!(x.width.is_multiple_of(head_dim), "{} values are no heads of {head_dim}", x.width);
         let mut launch = Launch::of(&self.context.stream, &self.rope);
-        launch.rows(x).int(x.width / head_dim).int(head_dim).pointer(step.positions()).int(step.axes);
-        launch.pointer(cos).pointer(sin);
-        for word in packed(axis_of) {
+        launch.rows(x).int(x.width / head_dim).int(head_dim).int(tables.rotary_dim);
+        launch.pointer(step.positions()).int(step.axes);
+        launch.pointer(pointer(tables.cos.tensor())?).pointer(pointer(tables.sin.tensor())?);
+        for word in packed(tables.axis_of) {
             launch.bits(word);
         }
         // SAFETY: the rows are of a tensor; the step has positions for each, of which the tables have the angles.

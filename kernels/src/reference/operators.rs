@@ -3,7 +3,8 @@
 use super::storage::{RowMajor, Slots};
 use crate::cpu::{Rows, RowsMut};
 use crate::patches::Patches;
-use crate::step::{AttentionSequence, AttentionShape, RotaryPositions};
+use crate::rotary::RotaryPositions;
+use crate::step::{AttentionSequence, AttentionShape};
 
 fn dot(a: &[f32], b: &[f32]) -> f64 {
     a.iter().zip(b).map(|(a, b)| f64::from(*a) * f64::from(*b)).sum()
@@ -134,8 +135,15 @@ pub(crate) fn add_scaled(x: Rows<'_>, scale: &[f32], mut out: RowsMut<'_>) {
 }
 
 /// Rotates each head of `x` in place.
-pub(crate) fn rope(mut x: RowsMut<'_>, head_dim: usize, positions: RotaryPositions<'_>, cos: &[f32], sin: &[f32]) {
-    let half = head_dim / 2;
+pub(crate) fn rope(
+    mut x: RowsMut<'_>,
+    head_dim: usize,
+    rotary_dim: usize,
+    positions: RotaryPositions<'_>,
+    cos: &[f32],
+    sin: &[f32],
+) {
+    let half = rotary_dim / 2;
     for i in 0..x.rows() {
         for head in x.row_mut(i).chunks_exact_mut(head_dim) {
             for j in 0..half {

@@ -18,6 +18,7 @@ use crate::matrix::Matrix;
 use crate::merge::Merge;
 use crate::merge::{LoraDelta, LowRank, MergeBase, WeightChange};
 use crate::patches::Patches;
+use crate::rotary::RotaryTables;
 use crate::sampling::{Sampled, SampledTokens};
 use crate::step::{AttentionShape, Step, StepInput};
 use crate::tensor::{rows, rows_mut, with_f32, with_f32_mut};
@@ -109,18 +110,11 @@ impl OpsImpl for ReferenceOps {
         rows(x, |x| rows_mut(out, |out| operators::layer_norm(x, &weight, &bias, eps, out)))?
     }
 
-    fn rope(
-        &self,
-        x: &Tensor,
-        head_dim: usize,
-        step: &Step<'_>,
-        cos: &DeviceBuffer,
-        sin: &DeviceBuffer,
-        axis_of: &[u8],
-    ) -> Result<()> {
-        let (cos, sin) = (values(cos)?, values(sin)?);
+    fn rope(&self, x: &Tensor, head_dim: usize, step: &Step<'_>, tables: &RotaryTables<'_>) -> Result<()> {
+        let RotaryTables { rotary_dim, axis_of, .. } = *tables;
+        let (cos, sin) = (values(tables.cos)?, values(tables.sin)?);
         let positions = step.input().rotary_positions(axis_of);
-        rows_mut(x, |x| operators::rope(x, head_dim, positions, &cos, &sin))
+        rows_mut(x, |x| operators::rope(x, head_dim, rotary_dim, positions, &cos, &sin))
     }
 
     fn write_kv(&self, k: &Tensor, v: &Tensor, step: &Step<'_>, cache: &mut KvCache) -> Result<()> {

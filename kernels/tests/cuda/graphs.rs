@@ -7,7 +7,7 @@ use std::time::Duration;
 use candle_core::{Error, Tensor};
 use rollout_kernels::{
     Activations, AttentionSequence, AttentionShape, DeviceBuffer, HostCollective, KvCache, KvLayout, Matrix,
-    MatrixShape, Ops, Padding, Step, StepInput, StorageDtype, TensorView,
+    MatrixShape, Ops, Padding, RotaryTables, Step, StepInput, StorageDtype, TensorView,
 };
 
 use crate::common::{NOTHING, Random, Rank, cuda, values_of};
@@ -90,8 +90,9 @@ impl Layer {
         ops.linear(&hidden, wq, None, &q)?;
         ops.linear(&hidden, wk, None, &k)?;
         ops.linear(&hidden, wv, None, &v)?;
-        ops.rope(&q, HEAD_DIM, step, cos, sin, &[])?;
-        ops.rope(&k, HEAD_DIM, step, cos, sin, &[])?;
+        let tables = RotaryTables { rotary_dim: HEAD_DIM, cos, sin, axis_of: &[] };
+        ops.rope(&q, HEAD_DIM, step, &tables)?;
+        ops.rope(&k, HEAD_DIM, step, &tables)?;
         ops.write_kv(&k, &v, step, &mut self.cache)?;
         let shape = AttentionShape { heads: HEADS, scale: 0.3, sliding_window: None };
         ops.paged_attention(&q, &shape, step, &self.cache, &out)?;
@@ -256,7 +257,8 @@ fn a_graph_is_of_steps_with_as_many_axes() {
         let rotate = || {
             is_called = true;
             let x = rotated.narrow(0, 0, step.rows()).unwrap();
-            rank.ops.rope(&x, HEAD_DIM, &step, &angles, &angles, &axis_of)
+            let tables = RotaryTables { rotary_dim: HEAD_DIM, cos: &angles, sin: &angles, axis_of: &axis_of };
+            rank.ops.rope(&x, HEAD_DIM, &step, &tables)
         };
         rank.ops.capture_or_replay(&step, &OneRank, rotate).unwrap();
         (values_of(&rotated.narrow(0, 0, rows).unwrap()), is_called)

@@ -2,6 +2,7 @@
 
 #[path = "../common/mod.rs"]
 mod common;
+mod rope;
 mod vision;
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -9,8 +10,8 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use common::{Case, Random, Rank, close, devices, of_device, reference, values_of};
 use rollout_kernels::{
     AttentionKernel, AttentionSequence, AttentionShape, Backend, DeviceOptions, Distribution, Dtype, KvCache, KvLayout,
-    LoraDelta, LowRank, Magnitude, Matrix, MatrixShape, Merge, MergeBase, Padding, Replacement, RowTasks, SamplingTask,
-    StepInput, StorageDtype, TensorData, TensorView, TokenLogprobs, WeightChange, reduction_leaves,
+    LoraDelta, LowRank, Magnitude, Matrix, MatrixShape, Merge, MergeBase, Padding, Replacement, RotaryTables, RowTasks,
+    SamplingTask, StepInput, StorageDtype, TensorData, TensorView, TokenLogprobs, WeightChange, reduction_leaves,
 };
 
 const DTYPES: [StorageDtype; 2] = [StorageDtype::Bf16, StorageDtype::F32];
@@ -160,7 +161,8 @@ fn rows_and_their_rotations_are_those_of_the_reference() {
             let step = rank.ops.prepare(input).unwrap();
             let [cos, sin] = [&cos, &sin].map(|table| rank.device.upload(table).unwrap());
             let wide = rank.tensor(&x, rows, width + 6);
-            rank.ops.rope(&wide.narrow(1, 0, width).unwrap(), head_dim, &step, &cos, &sin, &axis_of).unwrap();
+            let tables = RotaryTables { rotary_dim: head_dim, cos: &cos, sin: &sin, axis_of: &axis_of };
+            rank.ops.rope(&wide.narrow(1, 0, width).unwrap(), head_dim, &step, &tables).unwrap();
             let shape = MatrixShape { dtype: StorageDtype::F32, n: 40, k: width, leaves: 1 };
             let (embedded, selected) = (rank.zeros(rows, width), rank.zeros(chosen.len(), width));
             rank.ops.embed(&matrix(rank, shape, &table), first_token, &step, &embedded).unwrap();
@@ -182,63 +184,6 @@ fn rows_and_their_rotations_are_those_of_the_reference() {
                 close(*found, *expected, 1e-6, rank.name());
             }
         }
-    }
-}
-
-#[test]
-fn rows_are_rotated_by_the_positions_of_each_frequencys_axis() {
-    let mut random = Random::new(6);
-    let (rows, heads, positions) = (11, 2, 70);
-    for (head_dim, axes) in [(16, 1), (80, 2), (128, 3), (256, 3), (2, 2)] {
-        let (half, width) = (head_dim / 2, heads * head_dim);
-        let x = random.normals(rows * width, 1.0);
-        let tables = [0, 1].map(|_| random.normals(positions * half, 1.0));
-        let at: Vec<u32> = (0..rows * axes).map(|_| random.below(positions) as u32).collect();
-        let axis_of: Vec<u8> = (0..half).map(|_| random.below(axes) as u8).collect();
-        for rank in devices() {
-            let [cos, sin] = [&tables[0], &tables[1]].map(|table| rank.device.upload(table).unwrap());
-            let rotated = |positions: &[u32], axes: usize, axis_of: &[u8]| {
-                let input = StepInput { tokens: &[0; 11], positions, axes, ..common::NOTHING };
-                let (step, x) = (rank.ops.prepare(input).unwrap(), rank.tensor(&x, rows, width));
-                rank.ops.rope(&x, head_dim, &step, &cos, &sin, axis_of).unwrap();
-                values_of(&x)
-            };
-            let of_axis = |axis: usize| at.iter().skip(axis).step_by(axes).copied().collect::<Vec<u32>>();
-            let alone: Vec<Vec<f32>> = (0..axes).map(|axis| rotated(&of_axis(axis), 1, &[])).collect();
-            let context = format!("{}, {axes} axes, head_dim {head_dim}", rank.name());
-            // Each pair of values is that of a rotation by the positions of its axis alone.
-            for (i, found) in rotated(&at, axes, &axis_of).into_iter().enumerate() {
-                assert!(found == alone[usize::from(axis_of[i % half])][i], "{context}: value {i}");
-            }
-            assert!(rotated(&at, axes, &[]) == alone[0], "{context}: the first axis");
-            assert!(rotated(&at, axes, &vec![0; half]) == alone[0], "{context}: a table of zeros");
-            let equal: Vec<u32> = of_axis(0).into_iter().flat_map(|position| vec![position; axes]).collect();
-            assert!(rotated(&equal, axes, &axis_of) == alone[0], "{context}: equal axes");
-        }
-    }
-}
-
-#[test]
-fn positions_and_axes_must_agree() {
-    let rank = reference();
-    let refused = |positions: &[u32], axes: usize, axis_of: &[u8]| {
-        let rotate = || {
-            let step = rank.ops.prepare(StepInput { tokens: &[0; 2], positions, axes, ..common::NOTHING }).unwrap();
-            let (x, table) = (rank.zeros(2, 4), rank.device.upload(&[0.5; 8]).unwrap());
-            rank.ops.rope(&x, 4, &step, &table, &table, axis_of).unwrap();
-        };
-        let failed = catch_unwind(AssertUnwindSafe(rotate)).err()?;
-        Some(failed.downcast::<String>().expect("a message").to_string())
-    };
-    assert_eq!(refused(&[0, 1, 2, 3], 2, &[1, 0]), None);
-    for (positions, axes, axis_of, why) in [
-        (&[][..], 0, &[][..], "0 axes: a position has 1 to 3"),
-        (&[0; 8], 4, &[], "4 axes: a position has 1 to 3"),
-        (&[0; 3], 2, &[], "3 positions for 2 rows of 2 axes"),
-        (&[0; 4], 2, &[0], "an axis for each of 2 frequencies, not for 1"),
-        (&[0; 4], 2, &[0, 2], "[0, 2]: positions have 2 axes"),
-    ] {
-        assert_eq!(refused(positions, axes, axis_of).as_deref(), Some(why));
     }
 }
 
