@@ -11,7 +11,9 @@ use super::digest::digest_of_rows;
 use super::mapped::MappedFile;
 use super::{is_there, unreadable};
 use crate::error::{Error, Result};
-use crate::weights::parameters::{Dtype, Slice, TensorData, matrix_shape, stored_parameters, tensor_of_bytes};
+use crate::weights::parameters::{
+    Dtype, HeadCounts, Slice, TensorData, matrix_shape, stored_parameters, tensor_of_bytes,
+};
 
 /// The file of a model that is not sharded.
 pub(super) const SINGLE: &str = "model.safetensors";
@@ -44,27 +46,30 @@ struct Index {
 }
 
 impl Entry {
-    /// The parameters of a tensor of this name: one, or several of equal size that are stored one below the other.
-    fn parameters(self, name: &str) -> Vec<(String, Self)> {
-        let mut parts = stored_parameters(name);
+    /// The parameters of a tensor of this name: one, or several that are stored one below the other.
+    fn parameters(self, name: &str, counts: HeadCounts) -> Vec<(String, Self)> {
+        let mut parts = stored_parameters(name, counts);
         if parts.len() == 1 {
-            return vec![(parts.remove(0), self)];
+            return vec![(parts.remove(0).0, self)];
         }
         let rows = self.shape.first().copied().unwrap_or(0);
-        if !rows.is_multiple_of(parts.len()) {
+        let shares: usize = parts.iter().map(|(_, share)| share).sum();
+        if shares == 0 || !rows.is_multiple_of(shares) {
             return vec![(name.to_string(), self)];
         }
-        let (shape, bytes) = ([&[rows / parts.len()], &self.shape[1..]].concat(), self.bytes.len() / parts.len());
-        let part = |(index, name): (usize, String)| {
-            let start = self.bytes.start + index * bytes;
-            (name, Self { shape: shape.clone(), bytes: start..start + bytes, ..self.clone() })
+        let mut end = self.bytes.start;
+        let part = |(name, share): (String, usize)| {
+            let (start, shape) = (end, [&[rows / shares * share], &self.shape[1..]].concat());
+            end += self.bytes.len() / shares * share;
+            (name, Self { shape, bytes: start..end, ..self.clone() })
         };
-        parts.into_iter().enumerate().map(part).collect()
+        parts.into_iter().map(part).collect()
     }
 }
 
 impl SafetensorsCheckpoint {
-    /// Opens `model.safetensors`, or all shards that `model.safetensors.index.json` names.
+    /// Opens `model.safetensors`, or all shards that `model.safetensors.index.json` names. The tensors have the names
+    /// that they have in the files.
     ///
     /// # Errors
     /// `Config`, naming the file: neither of the two is there, a bad index, a missing or truncated shard, an element
@@ -94,11 +99,27 @@ impl SafetensorsCheckpoint {
             checkpoint.add_file(&shard)?;
         }
         for (name, shard) in &index.weight_map {
-            if !stored_parameters(name).iter().all(|name| checkpoint.entries.contains_key(name)) {
+            if !checkpoint.entries.contains_key(name) {
                 return Err(Error::Config(format!("{} says that {shard} has {name}; it has not", path.display())));
             }
         }
         Ok(checkpoint)
+    }
+
+    /// The tensors by the names of the model's parameters, fused ones divided into their projections.
+    ///
+    /// # Errors
+    /// `Config` if a parameter is there under two names.
+    pub(super) fn of_parameters(self, counts: HeadCounts) -> Result<Self> {
+        let mut entries = BTreeMap::new();
+        for (name, entry) in self.entries {
+            for (parameter, entry) in entry.parameters(&name, counts) {
+                if entries.insert(parameter, entry).is_some() {
+                    return Err(Error::Config(format!("the checkpoint has {name} and the same under another name")));
+                }
+            }
+        }
+        Ok(Self { entries, ..self })
     }
 
     fn add_file(&mut self, path: &Path) -> Result<()> {
@@ -122,8 +143,7 @@ impl SafetensorsCheckpoint {
             let (start, end) = info.data_offsets;
             let bytes = data_start + start..data_start + end;
             let entry = Entry { file: self.files.len(), dtype, shape: info.shape.clone(), bytes };
-            let parameters = entry.parameters(&name);
-            if parameters.into_iter().any(|(parameter, entry)| self.entries.insert(parameter, entry).is_some()) {
+            if self.entries.insert(name.clone(), entry).is_some() {
                 return Err(fail(format!("{name} is there twice, perhaps in another shard")));
             }
         }

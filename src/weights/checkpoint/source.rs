@@ -14,6 +14,7 @@ use super::safetensors::SafetensorsCheckpoint;
 use super::{Checkpoint, is_there, unreadable};
 use crate::error::{Error, Result};
 use crate::types::TokenId;
+use crate::weights::parameters::HeadCounts;
 
 /// The model that `--model` names.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -161,17 +162,26 @@ fn open_directory(dir: &Path) -> Result<ModelFiles> {
         Some(path) => Some(path),
         None => existing("processor_config.json")?,
     };
+    let config = read_json(&required("config.json")?)?;
+    let counts = head_counts(&config);
     Ok(ModelFiles {
         preprocessor_config: preprocessor.map(|path| read_json(&path)).transpose()?,
-        config: read_json(&required("config.json")?)?,
+        config,
         generation_config: existing("generation_config.json")?.map(|path| read_json(&path)).transpose()?,
         tokenizer: TokenizerFiles::HuggingFace {
             tokenizer_json: required("tokenizer.json")?,
             tokenizer_config_json: existing("tokenizer_config.json")?,
             chat_template: existing("chat_template.jinja")?,
         },
-        checkpoint: Checkpoint::Safetensors(SafetensorsCheckpoint::open(dir)?),
+        checkpoint: Checkpoint::Safetensors(SafetensorsCheckpoint::open(dir)?.of_parameters(counts)?),
     })
+}
+
+/// The numbers of heads in `config.json`; 0 where it has none, so that no fused tensor is divided by them.
+fn head_counts(config: &Value) -> HeadCounts {
+    let count = |name: &str| config[name].as_u64().map(|count| count as usize);
+    let heads = count("num_attention_heads").unwrap_or(0);
+    HeadCounts { heads, kv_heads: count("num_key_value_heads").unwrap_or(heads) }
 }
 
 /// The error for the directory of an adapter, with this `adapter_config.json`.

@@ -9,7 +9,7 @@ use super::names::{PREFIX, TensorName, TensorRole};
 use super::spec::{AdapterSpec, ChangeSpec, DeltaSpec, FactorKind, LowRankSpec, WholeSpec};
 use crate::error::{Error, Result};
 use crate::memory::Traffic;
-use crate::weights::parameters::{Dtype, Parameters, all_names, canonical, matrix_shape, stored_parameters};
+use crate::weights::parameters::{Dtype, Parameters, all_names, canonical, matrix_shape, parameters_of};
 
 const EMBEDDING: &str = "model.embed_tokens";
 const HEAD: &str = "lm_head";
@@ -169,13 +169,13 @@ impl Checker<'_> {
 
     /// Whether a weight or bias is of a vision tower that is not served.
     fn is_ignored(&self, parameter: &str) -> bool {
-        stored_parameters(parameter).iter().any(|part| self.parameters.is_ignored(part))
+        parameters_of(parameter, self.parameters).iter().any(|part| self.parameters.is_ignored(part))
     }
 
     /// The layout of a tensor of this name; `None` if the model has no such parameter.
     fn layout(&self, parameter: &str) -> Option<TensorLayout> {
         let (mut parts, mut shape, mut rows) = (Vec::new(), Vec::new(), 0);
-        for part in stored_parameters(parameter) {
+        for part in parameters_of(parameter, self.parameters) {
             let spec = self.parameters.get(&part)?;
             let (count, _) = matrix_shape(&spec.shape);
             parts.push((part, rows..rows + count));
@@ -196,7 +196,7 @@ impl Checker<'_> {
     fn adapt_linear(&mut self, name: &str, module: &Module, a: usize, b: usize) -> Result<()> {
         let (parameter, kind) = self.linear_weight(name, a)?;
         // The factors of fused projections change each of them: by all of `A`, and by its own rows of `B`.
-        let parts = stored_parameters(&parameter);
+        let parts = parameters_of(&parameter, self.parameters);
         let shapes = parts.iter().map(|part| self.matrix(part, a)).collect::<Result<Vec<_>>>()?;
         let (rows, cols) = (shapes.iter().map(|(rows, _)| rows).sum(), shapes[0].1);
         let rank = self.config.rank(self.own_name(name)) as usize;
@@ -302,8 +302,15 @@ impl Checker<'_> {
     fn set_delta(&mut self, parameter: &str, tensor: usize, delta: DeltaSpec) -> Result<()> {
         let change = self.changes.entry(parameter.to_string()).or_default();
         if change.delta.replace(delta).is_some() {
-            let message = format!("{HEAD} and {EMBEDDING} are one matrix in this model; adapt one of them");
-            return Err(self.wrong(tensor, message));
+            return Err(self.wrong(
+                tensor,
+                match parameter.starts_with(EMBEDDING) {
+                    true => format!("{HEAD} and {EMBEDDING} are one matrix in this model; adapt one of them"),
+                    false => format!(
+                        "changes {parameter}, which another module of the adapter changes too; adapt one of them"
+                    ),
+                },
+            ));
         }
         Ok(())
     }
@@ -416,7 +423,7 @@ impl Checker<'_> {
             }
             TrainedBias::Adapted => {
                 let adapted = modules.iter().filter(|(_, module)| module.contains_key(&TensorRole::A));
-                let biases = adapted.flat_map(|(name, _)| stored_parameters(&format!("{name}.bias")));
+                let biases = adapted.flat_map(|(name, _)| parameters_of(&format!("{name}.bias"), self.parameters));
                 biases.filter(|bias| self.parameters.get(bias).is_some()).collect()
             }
         }

@@ -1,5 +1,6 @@
 //! Adapters, merged on every instruction set and compared with PEFT, and adapters that must be refused.
 
+mod fused;
 mod manifest;
 mod patterns;
 mod peft;

@@ -7,11 +7,12 @@ use super::{ParamSpec, Parameters};
 /// Names that FSDP, torch.compile, activation checkpointing and PEFT give to a module that they wrap, as segments of
 /// the names of its parameters.
 const WRAPPERS: [&str; 4] = ["_fsdp_wrapped_module", "_orig_mod", "_checkpoint_wrapped_module", "base_layer"];
-/// Fused projections: the name of the matrix that some trainers keep, and the projections in it, one below the other.
+/// Fused projections: the name of the matrix that some models and trainers have, and the projections in it, one below
+/// the other.
 const FUSED: [(&str, &[&str]); 2] =
     [("qkv_proj", &["q_proj", "k_proj", "v_proj"]), ("gate_up_proj", &["gate_proj", "up_proj"])];
 /// The fused projections of a vision tower's attention, and the parameters of it.
-const TOWER_ATTENTION: (&str, [&str; 3]) = ("qkv", ["q_proj", "k_proj", "v_proj"]);
+const TOWER_ATTENTION: (&str, &[&str]) = ("qkv", &["q_proj", "k_proj", "v_proj"]);
 /// Endings of the names of buffers that some trainers send with the parameters. The model needs none of them, because
 /// its configuration determines them.
 const BUFFERS: [&str; 1] = ["rotary_emb.inv_freq"];
@@ -178,12 +179,19 @@ pub(in crate::weights) fn canonical<'a>(name: &'a str, parameters: &Parameters) 
     parameters.vision_names().map_or(Cow::Borrowed(name), |names| names.renamed(name, [names.sent, names.stored]))
 }
 
-/// The parameters' names of a tensor of a checkpoint, which has them one below the other: one, or several of equal
-/// size.
-pub(in crate::weights) fn stored_parameters(name: &str) -> Vec<String> {
+/// The numbers of heads of a decoder's attention, by which the rows of its fused `qkv_proj` are divided.
+#[derive(Clone, Copy, Debug)]
+pub(in crate::weights) struct HeadCounts {
+    pub heads: usize,
+    pub kv_heads: usize,
+}
+
+/// The parameters' names of a tensor of a checkpoint, which has them one below the other, each with its share of the
+/// rows. One has all of them.
+pub(in crate::weights) fn stored_parameters(name: &str, counts: HeadCounts) -> Vec<(String, usize)> {
     let renamed = |names: &&VisionNames| names.renamed(name, [names.sent, names.stored]);
     let name = VISION_NAMES.iter().map(renamed).find(|own| own != name).unwrap_or(Cow::Borrowed(name));
-    stored_together(&name).unwrap_or_else(|| vec![name.into_owned()])
+    stored_together(&name, counts).unwrap_or_else(|| vec![(name.into_owned(), 1)])
 }
 
 /// A parameter's name without the segments that wrappers add to it.
@@ -198,14 +206,8 @@ fn plain_name(name: &str) -> String {
 
 /// The parameters of a fused tensor, if this is the name of one.
 fn fused(name: &str, parameters: &Parameters) -> Option<ParameterMapping> {
-    let (module, kind) = name.rsplit_once('.')?;
-    let (block, fused) = module.rsplit_once('.')?;
     let is_tower = parameters.vision_names().is_some_and(|names| name.starts_with(names.tower));
-    let (_, of_tower) = &TOWER_ATTENTION;
-    let projections = match fused {
-        "qkv" if is_tower => &of_tower[..],
-        _ => FUSED.iter().find(|(name, _)| *name == fused)?.1,
-    };
+    let (block, projections, kind) = fused_projections(name, is_tower)?;
     let mut mapping = ParameterMapping::default();
     let mut rows = 0;
     for projection in projections {
@@ -218,14 +220,41 @@ fn fused(name: &str, parameters: &Parameters) -> Option<ParameterMapping> {
     Some(mapping)
 }
 
-/// The parameters, of equal size, that a fused tensor with this canonical name has one below the other; `None` if it is
-/// one parameter.
-fn stored_together(name: &str) -> Option<Vec<String>> {
-    let (fused, projections) = TOWER_ATTENTION;
+/// The block of the projections in a fused tensor with this canonical name, these projections, and what it is of them:
+/// their weight or bias. `None` if no fused tensor has such a name.
+fn fused_projections(name: &str, is_tower: bool) -> Option<(&str, &'static [&'static str], &str)> {
     let (module, kind) = name.rsplit_once('.')?;
-    let block = module.strip_suffix(fused)?.strip_suffix('.')?;
-    VisionNames::of_parameter(name)
-        .map(|_| projections.map(|projection| format!("{block}.{projection}.{kind}")).to_vec())
+    let (block, fused) = module.rsplit_once('.')?;
+    let (of_tower, parts) = TOWER_ATTENTION;
+    if is_tower && fused == of_tower {
+        return Some((block, parts, kind));
+    }
+    let (_, projections) = FUSED.iter().find(|(name, _)| *name == fused)?;
+    Some((block, projections, kind))
+}
+
+/// The parameters that a fused tensor with this canonical name has one below the other, each with its share of the
+/// rows; `None` if it is one parameter.
+fn stored_together(name: &str, counts: HeadCounts) -> Option<Vec<(String, usize)>> {
+    let is_tower = VisionNames::of_parameter(name).is_some();
+    let (block, projections, kind) = fused_projections(name, is_tower)?;
+    let share = |projection: &str| match projection {
+        "q_proj" if !is_tower => counts.heads,
+        "k_proj" | "v_proj" if !is_tower => counts.kv_heads,
+        _ => 1,
+    };
+    let part = |projection: &&str| (format!("{block}.{projection}.{kind}"), share(projection));
+    Some(projections.iter().map(part).collect())
+}
+
+/// The parameters that a tensor with this canonical name has one below the other: several for a fused one.
+pub(in crate::weights) fn parameters_of(name: &str, parameters: &Parameters) -> Vec<String> {
+    let fused = if parameters.find(name).is_some() { None } else { fused(name, parameters) };
+    let parts = fused.map_or_else(Vec::new, |mapping| mapping.parts);
+    match parts.is_empty() {
+        true => vec![name.to_string()],
+        false => parts.into_iter().map(|part| part.parameter).collect(),
+    }
 }
 
 /// The other parameters that a matrix has with this one, because their projections have the same input.
@@ -244,8 +273,7 @@ pub(in crate::weights) fn stored_with(name: &str) -> Vec<String> {
 pub(in crate::weights) fn largest_tensor_bytes(parameters: &Parameters) -> u64 {
     let elements = |shape: &[usize]| shape.iter().product::<usize>();
     let whole = |name: &str| {
-        let of_tower = (TOWER_ATTENTION.0, &TOWER_ATTENTION.1[..]);
-        let fused = FUSED.iter().copied().chain([of_tower]).filter_map(|(fused, projections)| {
+        let fused = FUSED.iter().copied().chain([TOWER_ATTENTION]).filter_map(|(fused, projections)| {
             let name = name.replace(&format!(".{}.", projections[0]), &format!(".{fused}."));
             resolve(&name, parameters)?.shape
         });

@@ -1,4 +1,4 @@
-"""The server's parameters of a vision-language model, whose names in a trainer's memory are others."""
+"""The server's parameters of models that have others in a trainer's memory: vision-language models, and Phi-3."""
 
 from __future__ import annotations
 
@@ -33,25 +33,44 @@ _OWN_TOWER = {
     "ls2": "lambda_2",
 }
 _TOWERS = ("visual.", "vision_tower.")
-_TOWER_QKV = ".qkv."
-_PROJECTIONS = ("q_proj", "k_proj", "v_proj")
+# Fused modules, and the projections in them, one below the other. Only towers have the first.
+_FUSED = {
+    "qkv": ("q_proj", "k_proj", "v_proj"),
+    "qkv_proj": ("q_proj", "k_proj", "v_proj"),
+    "gate_up_proj": ("gate_proj", "up_proj"),
+}
 
 
 def served_parameters(name: str, tensor: Any) -> Iterator[tuple[str, Any]]:
     """The server's parameters, by name, that a trainer's tensor has.
 
-    The server has the queries, keys and values of a tower's `qkv` as three parameters.
+    The server has the projections of a fused module as parameters of their own.
 
     Args:
         name: the tensor's name without prefixes of wrappers.
         tensor: an array, a tensor or `(bytes, dtype, shape)`.
     """
     name = _served_name(name)
-    if not name.startswith(_TOWERS) or _TOWER_QKV not in name:
+    *block, module, kind = name.rsplit(".", 2) if name.count(".") > 1 else (name, "", "")
+    projections = _FUSED.get(module, ())
+    if not projections or (module == "qkv") != name.startswith(_TOWERS):
         yield name, tensor
         return
-    for projection, part in zip(_PROJECTIONS, _thirds(tensor), strict=True):
-        yield name.replace(_TOWER_QKV, f".{projection}."), part
+    rows = _rows(module, [int(size) for size in (tensor[2] if isinstance(tensor, tuple) else tensor.shape)])
+    for projection, part in zip(projections, _divided(tensor, rows), strict=True):
+        yield ".".join([*block, projection, kind]), part
+
+
+def _rows(module: str, shape: list[int]) -> list[int]:
+    """The rows of each projection in a fused tensor.
+
+    The heads of Phi-3's queries divide its hidden size, so that its `qkv_proj` has as many rows of queries as columns.
+    """
+    if module == "qkv_proj":
+        keys = (shape[0] - shape[1]) // 2
+        return [shape[1], keys, keys]
+    count = len(_FUSED[module])
+    return [shape[0] // count] * count
 
 
 def _served_name(name: str) -> str:
@@ -64,10 +83,14 @@ def _served_name(name: str) -> str:
     return name
 
 
-def _thirds(tensor: Any) -> list[Any]:
-    if isinstance(tensor, tuple):
-        data, dtype, (rows, *columns) = tensor
-        size = len(data) // 3
-        return [(data[i * size : (i + 1) * size], dtype, (rows // 3, *columns)) for i in range(3)]
-    size = len(tensor) // 3
-    return [tensor[i * size : (i + 1) * size] for i in range(3)]
+def _divided(tensor: Any, rows: list[int]) -> Iterator[Any]:
+    """The parts of a tensor with so many rows each, one below the other."""
+    first = 0
+    for count in rows:
+        if isinstance(tensor, tuple):
+            data, dtype, (all_rows, *columns) = tensor
+            size = len(data) // all_rows
+            yield data[first * size : (first + count) * size], dtype, (count, *columns)
+        else:
+            yield tensor[first : first + count]
+        first += count

@@ -200,3 +200,44 @@ fn loading_keeps_at_most_one_parameter_resident() {
     // One parameter stays, and pages around it that the system maps with it.
     assert!((BYTES..2 * BYTES).contains(&peak), "{peak} bytes resident while loading {} parameters", specs.len());
 }
+
+#[test]
+fn fused_projections_are_divided_into_parameters_with_rows_of_their_own() {
+    let (temp, mut rng) = (tempfile::tempdir().unwrap(), rng(11));
+    let block = "model.layers.0";
+    let counts = HeadCounts { heads: 6, kv_heads: 2 };
+    let fused = [("self_attn.qkv_proj", [50, 7]), ("mlp.gate_up_proj", [12, 7]), ("mlp.down_proj", [7, 6])];
+    let stored = fused.map(|(name, shape)| Stored::random(&mut rng, &format!("{block}.{name}.weight"), &shape));
+    write_safetensors(&temp.path().join("model.safetensors"), &stored);
+    let opened = SafetensorsCheckpoint::open(temp.path()).unwrap();
+    let checkpoint = Checkpoint::Safetensors(opened.of_parameters(counts).unwrap());
+    let parts = [
+        ("self_attn.q_proj", 0, 0..30),
+        ("self_attn.k_proj", 0, 30..40),
+        ("self_attn.v_proj", 0, 40..50),
+        ("mlp.gate_proj", 1, 0..6),
+        ("mlp.up_proj", 1, 6..12),
+        ("mlp.down_proj", 2, 0..7),
+    ];
+    assert_eq!(checkpoint.names().len(), parts.len());
+    for (name, tensor, rows) in parts {
+        let (name, tensor) = (format!("{block}.{name}.weight"), &stored[tensor]);
+        let cols = tensor.shape[1];
+        assert_eq!(checkpoint.shape(&name).unwrap(), [rows.len(), cols], "{name}");
+        let read = checkpoint.read(&name, &Slice::whole(&[rows.len(), cols]), as_f32).unwrap();
+        assert_eq!(read, slice_of(&tensor.values, cols, &Slice { rows, cols: 0..cols }), "{name}");
+    }
+
+    // One that cannot be divided keeps its name, which no parameter has.
+    let odd = Stored::random(&mut rng, &format!("{block}.self_attn.qkv_proj.weight"), &[49, 7]);
+    write_safetensors(&temp.path().join("model.safetensors"), std::slice::from_ref(&odd));
+    let opened = SafetensorsCheckpoint::open(temp.path()).unwrap().of_parameters(counts).unwrap();
+    assert_eq!(opened.names().collect::<Vec<_>>(), [odd.name.as_str()]);
+
+    let twice = ["qkv_proj", "k_proj"].map(|name| format!("{block}.self_attn.{name}.weight"));
+    let twice =
+        [(&twice[0], [50, 7]), (&twice[1], [10, 7])].map(|(name, shape)| Stored::random(&mut rng, name, &shape));
+    write_safetensors(&temp.path().join("model.safetensors"), &twice);
+    let message = config_error(SafetensorsCheckpoint::open(temp.path()).unwrap().of_parameters(counts));
+    assert!(message.contains("qkv_proj.weight and the same under another name"), "{message}");
+}

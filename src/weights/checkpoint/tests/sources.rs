@@ -2,7 +2,7 @@ use super::*;
 
 #[test]
 fn every_fixture_opens_with_all_its_files() {
-    for name in ["llama", "llama-tied", "qwen2", "qwen3", "mistral"] {
+    for name in ["llama", "llama-tied", "qwen2", "qwen3", "mistral", "smollm3", "phi3"] {
         let files = ModelSource::parse(fixture(name).to_str().unwrap()).unwrap().open().unwrap();
         assert_eq!(files.config["vocab_size"], 512, "{name}");
         assert!(files.generation_config.is_some(), "{name}");

@@ -1,7 +1,7 @@
 use std::collections::BTreeSet;
 
 use super::*;
-use crate::weights::parameters::{nearest, resolve, stored_parameters};
+use crate::weights::parameters::{HeadCounts, nearest, resolve, stored_parameters};
 
 #[test]
 fn wrappers_change_nothing() {
@@ -273,6 +273,13 @@ fn parameters_of(name: &str) -> Vec<String> {
     mapping.parts.into_iter().map(|part| part.parameter).collect()
 }
 
+/// The parameters that a checkpoint's tensor of this name has.
+fn stored(name: &str) -> Vec<String> {
+    let parts = stored_parameters(name, HeadCounts { heads: 6, kv_heads: 2 });
+    assert!(parts.iter().all(|(_, share)| *share == 1), "{parts:?}");
+    parts.into_iter().map(|(name, _)| name).collect()
+}
+
 #[test]
 fn internvls_tower_has_the_names_of_both_layouts() {
     for (own, pushed, expected) in [
@@ -310,7 +317,7 @@ fn internvls_tower_has_the_names_of_both_layouts() {
     ] {
         let expected = [format!("vision_tower.{expected}")];
         assert_eq!((parameters_of(own), parameters_of(pushed)), (expected.to_vec(), expected.to_vec()));
-        assert_eq!(stored_parameters(own), expected);
+        assert_eq!(stored(own), expected);
     }
 }
 
@@ -331,11 +338,27 @@ fn internvls_projector_and_decoder_have_the_names_of_both_layouts() {
             (parameters_of(own), parameters_of(pushed)),
             (vec![expected.to_string()], vec![expected.to_string()])
         );
-        assert_eq!(stored_parameters(own), [expected]);
+        assert_eq!(stored(own), [expected]);
     }
     let fused = "vision_model.encoder.layers.3.attn.qkv.weight";
     let parts = ["q", "k", "v"].map(|part| format!("vision_tower.encoder.layer.3.attention.{part}_proj.weight"));
-    assert_eq!((parameters_of(fused), stored_parameters(fused)), (parts.to_vec(), parts.to_vec()));
+    assert_eq!((parameters_of(fused), stored(fused)), (parts.to_vec(), parts.to_vec()));
+}
+
+#[test]
+fn fused_tensors_of_a_decoder_in_a_checkpoint_are_divided_by_its_heads() {
+    let counts = HeadCounts { heads: 6, kv_heads: 2 };
+    for (fused, parts) in [
+        ("self_attn.qkv_proj", &[("self_attn.q_proj", 6), ("self_attn.k_proj", 2), ("self_attn.v_proj", 2)][..]),
+        ("mlp.gate_up_proj", &[("mlp.gate_proj", 1), ("mlp.up_proj", 1)]),
+        ("mlp.down_proj", &[("mlp.down_proj", 1)]),
+    ] {
+        for kind in ["weight", "bias"] {
+            let name = |module: &str| format!("model.layers.3.{module}.{kind}");
+            let expected: Vec<_> = parts.iter().map(|(module, share)| (name(module), *share)).collect();
+            assert_eq!(stored_parameters(&name(fused), counts), expected);
+        }
+    }
 }
 
 #[test]
