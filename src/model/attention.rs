@@ -10,7 +10,7 @@ use super::rope::RopeTables;
 use crate::error::Result;
 use crate::weights::ShardRule;
 
-/// Query, key and value projections, rotary embedding, paged attention, output projection.
+/// Query, key and value projections, rotary embedding where the layer has one, paged attention, output projection.
 pub(super) struct Attention {
     dims: HeadDims,
     qkv: Linear,
@@ -19,6 +19,8 @@ pub(super) struct Attention {
     /// Norm of each key head, where there is one of the query heads.
     k_norm: Option<Norm>,
     output: Linear,
+    /// Whether queries and keys are rotated by their positions.
+    has_rope: bool,
     /// Number of positions that a token attends to, its own included; `None` for all before it.
     sliding_window: Option<usize>,
 }
@@ -47,6 +49,7 @@ impl Attention {
             q_norm: head_norm("q_norm")?,
             k_norm: head_norm("k_norm")?,
             output: Linear::by_columns(build, output, heads * head_dim)?,
+            has_rope: config.has_rope[layer],
             sliding_window: config.sliding_window[layer],
         })
     }
@@ -79,8 +82,9 @@ impl Attention {
             q_norm.forward_heads(ops, &q)?;
             k_norm.forward_heads(ops, &k)?;
         }
-        for x in [&q, &k] {
-            rope.rotate(ops, step, x, head_dim)?;
+        if self.has_rope {
+            rope.rotate(ops, step, &q, head_dim)?;
+            rope.rotate(ops, step, &k, head_dim)?;
         }
         ops.write_kv(&k, &v, step, kv)?;
         let scale = (head_dim as f32).sqrt().recip();

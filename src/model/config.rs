@@ -1,5 +1,6 @@
 //! A model's configuration, parsed once from `config.json` and valid from then on.
 
+mod decoder;
 mod internvl;
 mod qwen2_5_vl;
 mod rope;
@@ -14,11 +15,13 @@ use crate::error::{Error, Result};
 use crate::types::TokenId;
 use crate::weights::{Dtype, ModelFiles, head_range, padded_share};
 
+use decoder::{DecoderKind, LayerFields};
 pub use rope::{RopeConfig, RopeScaling};
 pub use vision::{TowerKind, VisionConfig};
 
-/// Everything by which Llama 3.x, Qwen2/2.5, Qwen3 and Mistral differ, as flags and sizes of one decoder; and the
-/// vision towers of Qwen2.5-VL and InternVL3, whose decoders are that of Qwen2 (InternVL3.5 has Qwen3's).
+/// Everything by which Llama 3.x, Qwen2/2.5, Qwen3, Mistral, SmolLM3, Phi-3 and Phi-4 differ, as flags and sizes of one
+/// decoder; and the vision towers of Qwen2.5-VL and InternVL3, whose decoders are that of Qwen2 (InternVL3.5 has
+/// Qwen3's).
 #[derive(Clone, Debug, PartialEq)]
 pub struct ModelConfig {
     pub architecture: Architecture,
@@ -31,6 +34,8 @@ pub struct ModelConfig {
     pub num_kv_heads: usize,
     /// Even. `num_heads * head_dim` may differ from `hidden_size`.
     pub head_dim: usize,
+    /// How many of the first dimensions of each head are rotated. Even.
+    pub rotary_dim: usize,
     pub rms_norm_eps: f64,
     pub rope: RopeConfig,
     pub max_position_embeddings: usize,
@@ -44,6 +49,8 @@ pub struct ModelConfig {
     pub mlp_bias: bool,
     /// RMS norms of each query and key head, before rotary embedding.
     pub qk_norm: bool,
+    /// Per layer: whether queries and keys are rotated by their positions.
+    pub has_rope: Vec<bool>,
     /// Per layer: position `p` attends to `(p - window, p]`, itself included; `None` to all before it.
     pub sliding_window: Vec<Option<usize>>,
     /// End-of-sequence tokens, ascending; may be empty.
@@ -62,6 +69,9 @@ pub enum Architecture {
     Qwen2,
     Qwen3,
     Mistral,
+    SmolLm3,
+    /// Phi-3, and Phi-4 of 14 billion parameters.
+    Phi3,
     Qwen25Vl,
     /// InternVL3 as transformers has it.
     InternVl,
@@ -69,20 +79,13 @@ pub enum Architecture {
     InternVlChat,
 }
 
-/// The decoders by which the flags of a [`ModelConfig`] differ.
-#[derive(Clone, Copy, PartialEq, Eq)]
-enum DecoderKind {
-    Llama,
-    Qwen2,
-    Qwen3,
-    Mistral,
-}
-
-const ARCHITECTURES: [(&str, Architecture); 7] = [
+const ARCHITECTURES: [(&str, Architecture); 9] = [
     ("LlamaForCausalLM", Architecture::Llama),
     ("Qwen2ForCausalLM", Architecture::Qwen2),
     ("Qwen3ForCausalLM", Architecture::Qwen3),
     ("MistralForCausalLM", Architecture::Mistral),
+    ("SmolLM3ForCausalLM", Architecture::SmolLm3),
+    ("Phi3ForCausalLM", Architecture::Phi3),
     ("Qwen2_5_VLForConditionalGeneration", Architecture::Qwen25Vl),
     ("InternVLForConditionalGeneration", Architecture::InternVl),
     ("InternVLChatModel", Architecture::InternVlChat),
@@ -145,7 +148,15 @@ impl ModelConfig {
             (None, DecoderKind::Qwen3) => 128,
             (None, _) => raw.hidden_size.checked_div(num_heads).unwrap_or(0),
         };
+        let rotary_dim = rope::rotary_dim(config, head_dim)?;
+        if rotary_dim != head_dim && decoder != DecoderKind::Phi3 {
+            return Err(bad(format!(
+                "config.json: partial_rotary_factor makes {rotary_dim} of the {head_dim} dimensions of a head rotate, \
+                 which is not supported for {name}"
+            )));
+        }
         let attention_bias = raw.attention_bias.unwrap_or(false);
+        let layers = LayerFields::parse(config)?;
         let this = Self {
             architecture,
             vocab_size: raw.vocab_size,
@@ -155,19 +166,24 @@ impl ModelConfig {
             num_heads,
             num_kv_heads: raw.num_key_value_heads.unwrap_or(num_heads),
             head_dim,
+            rotary_dim,
             rms_norm_eps: raw.rms_norm_eps,
             rope: RopeConfig::parse(config)?,
             max_position_embeddings: raw.max_position_embeddings,
-            tie_word_embeddings: raw.tie_word_embeddings.unwrap_or(false),
+            tie_word_embeddings: raw.tie_word_embeddings.unwrap_or(decoder == DecoderKind::SmolLm3),
             qkv_bias: match decoder {
                 DecoderKind::Qwen2 => true,
-                DecoderKind::Llama | DecoderKind::Qwen3 => attention_bias,
-                DecoderKind::Mistral => false,
+                DecoderKind::Llama | DecoderKind::Qwen3 | DecoderKind::SmolLm3 => attention_bias,
+                DecoderKind::Mistral | DecoderKind::Phi3 => false,
             },
-            o_bias: matches!(decoder, DecoderKind::Llama | DecoderKind::Qwen3) && attention_bias,
-            mlp_bias: decoder == DecoderKind::Llama && raw.mlp_bias.unwrap_or(false),
+            o_bias: match decoder {
+                DecoderKind::Llama | DecoderKind::Qwen3 | DecoderKind::SmolLm3 => attention_bias,
+                DecoderKind::Qwen2 | DecoderKind::Mistral | DecoderKind::Phi3 => false,
+            },
+            mlp_bias: matches!(decoder, DecoderKind::Llama | DecoderKind::SmolLm3) && raw.mlp_bias.unwrap_or(false),
             qk_norm: decoder == DecoderKind::Qwen3,
-            sliding_window: sliding_windows(config, &raw, decoder)?,
+            has_rope: layers.has_rope(decoder)?,
+            sliding_window: layers.sliding_windows(config, decoder)?,
             eos_token_ids: generation.eos_token_id.or(raw.tokens.eos_token_id).map_or_else(Vec::new, OneOrMany::sorted),
             bos_token_id: generation.bos_token_id.or(raw.tokens.bos_token_id),
             dtype: dtype(raw.dtype.or(raw.torch_dtype).as_deref())?,
@@ -233,8 +249,11 @@ impl ModelConfig {
         if self.head_dim == 0 || !self.head_dim.is_multiple_of(2) {
             return Err(bad(format!("config.json: head_dim is {}; rotary embedding needs an even one", self.head_dim)));
         }
-        if matches!(&self.rope.scaling, RopeScaling::Divisors(d) if d.len() != self.head_dim / 2) {
-            return Err(bad(format!("rope_freqs has not one divisor per pair of head_dim {}", self.head_dim)));
+        if matches!(&self.rope.scaling, RopeScaling::Divisors(d) if d.len() != self.rotary_dim / 2) {
+            return Err(bad(format!(
+                "rope_freqs has not one divisor per pair of {} rotated dimensions",
+                self.rotary_dim
+            )));
         }
         let sections = &self.rope.sections;
         let is_mrope = sections.len() == 3 && sections.iter().sum::<usize>() == self.head_dim / 2;
@@ -277,10 +296,6 @@ struct RawConfig {
     tie_word_embeddings: Option<bool>,
     attention_bias: Option<bool>,
     mlp_bias: Option<bool>,
-    sliding_window: Option<usize>,
-    use_sliding_window: Option<bool>,
-    max_window_layers: Option<usize>,
-    layer_types: Option<Vec<String>>,
     dtype: Option<String>,
     torch_dtype: Option<String>,
     #[serde(flatten)]
@@ -353,6 +368,8 @@ fn decoder(architecture: Architecture, config: &serde_json::Value) -> Result<Dec
         Architecture::Qwen2 | Architecture::Qwen25Vl => DecoderKind::Qwen2,
         Architecture::Qwen3 => DecoderKind::Qwen3,
         Architecture::Mistral => DecoderKind::Mistral,
+        Architecture::SmolLm3 => DecoderKind::SmolLm3,
+        Architecture::Phi3 => DecoderKind::Phi3,
         Architecture::InternVl | Architecture::InternVlChat => match model_type {
             "qwen2" => DecoderKind::Qwen2,
             "qwen3" => DecoderKind::Qwen3,
@@ -377,7 +394,12 @@ fn vision(
         Architecture::Qwen25Vl => qwen2_5_vl::parse(config, preprocessor, decoder)?,
         Architecture::InternVl => internvl::parse(config, preprocessor, decoder)?,
         Architecture::InternVlChat => internvl::parse_chat(config, decoder)?,
-        Architecture::Llama | Architecture::Qwen2 | Architecture::Qwen3 | Architecture::Mistral => return Ok(None),
+        Architecture::Llama
+        | Architecture::Qwen2
+        | Architecture::Qwen3
+        | Architecture::Mistral
+        | Architecture::SmolLm3
+        | Architecture::Phi3 => return Ok(None),
     };
     vision.check()?;
     Ok(Some(vision))
@@ -402,38 +424,6 @@ fn refuse_unsupported(config: &serde_json::Value, raw: &RawConfig, name: &str) -
         }
     }
     Ok(())
-}
-
-/// The sliding window of each layer, by the rules of transformers' configurations. Mistral has it in all layers (4096
-/// where the field is missing). Qwen has it, if `use_sliding_window` is set, in the layers that `layer_types` names, or
-/// without that list in those from `max_window_layers` on. Llama has none.
-fn sliding_windows(config: &serde_json::Value, raw: &RawConfig, decoder: DecoderKind) -> Result<Vec<Option<usize>>> {
-    let layers = raw.num_hidden_layers;
-    if raw.sliding_window == Some(0) {
-        return Err(bad("config.json: sliding_window is 0; a token must at least see itself".into()));
-    }
-    let window = match decoder {
-        DecoderKind::Mistral if config.get("sliding_window").is_none() => Some(4096),
-        DecoderKind::Mistral => raw.sliding_window,
-        DecoderKind::Llama => None,
-        DecoderKind::Qwen2 | DecoderKind::Qwen3 => raw.sliding_window.filter(|_| raw.use_sliding_window == Some(true)),
-    };
-    if decoder == DecoderKind::Mistral || window.is_none() {
-        return Ok(vec![window; layers]);
-    }
-    let Some(types) = &raw.layer_types else {
-        let first = raw.max_window_layers.unwrap_or(28);
-        return Ok((0..layers).map(|layer| window.filter(|_| layer >= first)).collect());
-    };
-    if types.len() != layers {
-        return Err(bad(format!("config.json: layer_types has {} entries for {layers} layers", types.len())));
-    }
-    let window_of = |kind: &String| match kind.as_str() {
-        "full_attention" => Ok(None),
-        "sliding_attention" => Ok(window),
-        other => Err(bad(format!("config.json: layer type {other} is not supported"))),
-    };
-    types.iter().map(window_of).collect()
 }
 
 fn dtype(name: Option<&str>) -> Result<Option<Dtype>> {

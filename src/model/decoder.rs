@@ -1,4 +1,5 @@
-//! The decoder: one implementation for Llama, Qwen2, Qwen3 and Mistral, which differ by configuration only.
+//! The decoder: one implementation for all families (Llama, Qwen2, Qwen3, Mistral, SmolLM3, Phi-3), which differ by
+//! configuration only.
 
 use std::ops::Range;
 
@@ -41,7 +42,7 @@ impl Decoder {
             true => None,
             false => Some(VocabularyMatrix::new(build, true, "lm_head.weight", vocab, hidden)?),
         };
-        let (rope, inv_freq) = (&config.rope, config.rope.inv_freq(config.head_dim));
+        let (rope, inv_freq) = (&config.rope, config.rope.inv_freq(config.rotary_dim));
         Ok(Self {
             embedding: VocabularyMatrix::new(build, false, "model.embed_tokens.weight", vocab, hidden)?,
             layers,

@@ -288,7 +288,15 @@ fn a_group_is_its_samples_replayed_by_their_seeds() {
 #[test]
 fn tensor_parallel_is_one_rank() {
     // qwen3 has 2 KV heads, so that on 4 ranks each KV head is on two ranks.
-    for (model, tp) in [("qwen2", "2"), ("llama", "2"), ("llama", "4"), ("mistral", "4"), ("qwen3", "4")] {
+    for (model, tp) in [
+        ("qwen2", "2"),
+        ("llama", "2"),
+        ("llama", "4"),
+        ("mistral", "4"),
+        ("qwen3", "4"),
+        ("smollm3", "4"),
+        ("phi3", "2"),
+    ] {
         on_engines(model, &["--tp", tp], |engine, params, alone| {
             assert_eq!(&generate(engine, prompts(), 1, params).bits(), alone, "tp {tp}");
         });

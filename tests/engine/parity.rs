@@ -6,7 +6,7 @@ use safetensors::SafeTensors;
 
 use crate::common::{Engine, Request, fixture, kernels, orders};
 
-const ARCHITECTURES: [&str; 5] = ["llama", "llama-tied", "qwen2", "qwen3", "mistral"];
+const ARCHITECTURES: [&str; 7] = ["llama", "llama-tied", "qwen2", "qwen3", "mistral", "smollm3", "phi3"];
 
 /// Largest difference per token in float32 that the numerics contract allows.
 const TOLERANCE: f32 = 1e-4;

@@ -21,7 +21,7 @@ from rollout_client import SamplingParams
 from serving import FIXTURES, server
 
 RECORD = FIXTURES / "recorded.json"
-MODELS = ["llama", "llama-tied", "qwen2", "qwen3", "mistral"]
+MODELS = ["llama", "llama-tied", "qwen2", "qwen3", "mistral", "smollm3", "phi3"]
 DTYPES = ["float32", "bfloat16"]
 RECORDS = {"avx512_bf16": "dots", "amx": "tiles"}
 RANK = 4

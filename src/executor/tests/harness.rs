@@ -23,8 +23,18 @@ use crate::weights::{
 };
 
 pub const DTYPES: [StorageDtype; 2] = [StorageDtype::F32, StorageDtype::Bf16];
-pub const MODELS: [&str; 8] =
-    ["llama", "llama-tied", "qwen2", "qwen3", "mistral", "llama-tied.gguf", "qwen2_5_vl", "internvl3"];
+pub const MODELS: [&str; 10] = [
+    "llama",
+    "llama-tied",
+    "qwen2",
+    "qwen3",
+    "mistral",
+    "smollm3",
+    "phi3",
+    "llama-tied.gguf",
+    "qwen2_5_vl",
+    "internvl3",
+];
 pub const BLOCK_SIZE: usize = 16;
 const BLOCKS: usize = 32;
 const MAX_TOKENS: usize = 128;

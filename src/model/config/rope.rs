@@ -4,7 +4,7 @@ use serde_json::Value;
 
 use crate::error::{Error, Result};
 
-/// Rotary embedding of pairs `(i, i + head_dim / 2)`.
+/// Rotary embedding of pairs `(i, i + rotary_dim / 2)` of the first `rotary_dim` dimensions of each head.
 #[derive(Clone, Debug, PartialEq)]
 pub struct RopeConfig {
     pub theta: f64,
@@ -29,7 +29,7 @@ pub enum RopeScaling {
         high_freq_factor: f64,
         original_max_position: usize,
     },
-    /// Each pair's frequency divided by a factor of its own, `[head_dim / 2]`.
+    /// Each pair's frequency divided by a factor of its own, `[rotary_dim / 2]`.
     Divisors(Vec<f32>),
 }
 
@@ -39,8 +39,7 @@ impl RopeConfig {
     /// # Errors
     /// `Config`: an unsupported kind of scaling by name, a parameter that is missing or out of range.
     pub fn parse(config: &Value) -> Result<Self> {
-        let parameters = [&config["rope_scaling"], &config["rope_parameters"]].into_iter().find(|v| !v.is_null());
-        let parameters = parameters.unwrap_or(&Value::Null);
+        let parameters = parameters(config);
         if parameters.as_object().is_some_and(|p| p.values().any(Value::is_object)) {
             return Err(Error::Config(
                 "config.json: rope parameters that differ between layers are not supported".into(),
@@ -51,10 +50,6 @@ impl RopeConfig {
         if !(theta.is_finite() && theta > 0.0) {
             return Err(Error::Config(format!("config.json: rope_theta is {theta}; it must be positive")));
         }
-        let rotated = [&parameters["partial_rotary_factor"], &config["partial_rotary_factor"]];
-        if let Some(part) = first_number(&rotated, "partial_rotary_factor")?.filter(|part| *part != 1.0) {
-            return Err(Error::Config(format!("config.json: partial_rotary_factor {part} is not supported, only 1")));
-        }
         Ok(Self { theta, scaling: scaling(parameters)?, sections: sections(parameters)? })
     }
 
@@ -63,16 +58,16 @@ impl RopeConfig {
         (0..).zip(&self.sections).flat_map(|(axis, count)| std::iter::repeat_n(axis, *count)).collect()
     }
 
-    /// Angle per position of each pair, `[head_dim / 2]`, in the float32 steps of transformers'
+    /// Angle per position of each pair, `[rotary_dim / 2]`, in the float32 steps of transformers'
     /// `modeling_rope_utils`: the same bits, but where PyTorch's float32 power is one unit off the nearest float.
     ///
     /// The angle at position `p` is `p as f32 * inv_freq` in float32; its cosine and sine are taken in float32 too.
     ///
     /// # Panics
-    /// If `Divisors` are not `head_dim / 2`.
-    pub fn inv_freq(&self, head_dim: usize) -> Vec<f32> {
-        let base = (0..head_dim).step_by(2).map(|i| {
-            let exponent = i as f32 / head_dim as f32;
+    /// If `Divisors` are not `rotary_dim / 2`.
+    pub fn inv_freq(&self, rotary_dim: usize) -> Vec<f32> {
+        let base = (0..rotary_dim).step_by(2).map(|i| {
+            let exponent = i as f32 / rotary_dim as f32;
             // The power is rounded once, from float64.
             1.0 / (self.theta.powf(f64::from(exponent)) as f32)
         });
@@ -84,11 +79,34 @@ impl RopeConfig {
                 base.map(|f| llama3(f, *factor, *low_freq_factor, *high_freq_factor, context)).collect()
             }
             RopeScaling::Divisors(divisors) => {
-                assert_eq!(divisors.len(), head_dim / 2, "one rope divisor per pair");
+                assert_eq!(divisors.len(), rotary_dim / 2, "one rope divisor per pair");
                 base.zip(divisors).map(|(f, divisor)| f / divisor).collect()
             }
         }
     }
+}
+
+/// How many of the first dimensions of each head are rotated: the share `partial_rotary_factor`, or all.
+///
+/// # Errors
+/// `Config` if that is not an even number of them, or none.
+pub(super) fn rotary_dim(config: &Value, head_dim: usize) -> Result<usize> {
+    let fields = [&parameters(config)["partial_rotary_factor"], &config["partial_rotary_factor"]];
+    let Some(factor) = first_number(&fields, "partial_rotary_factor")? else { return Ok(head_dim) };
+    let rotated = (head_dim as f64 * factor) as usize;
+    if rotated == head_dim || (2..head_dim).contains(&rotated) && rotated.is_multiple_of(2) {
+        return Ok(rotated);
+    }
+    Err(Error::Config(format!(
+        "config.json: partial_rotary_factor {factor} makes {rotated} of the {head_dim} dimensions of a head rotate; it \
+         must be an even number of them"
+    )))
+}
+
+/// The parameters of the rotary embedding that are together: `rope_parameters`, or `rope_scaling`.
+fn parameters(config: &Value) -> &Value {
+    let found = [&config["rope_scaling"], &config["rope_parameters"]].into_iter().find(|value| !value.is_null());
+    found.unwrap_or(&Value::Null)
 }
 
 /// One frequency of `_compute_llama3_parameters`, rounded where PyTorch rounds: a Python number meets a float32 tensor
@@ -144,6 +162,10 @@ fn scaling(parameters: &Value) -> Result<RopeScaling> {
             let divisors: Option<Vec<f32>> = divisors.collect();
             divisors.map(RopeScaling::Divisors).ok_or_else(|| Error::Config("a rope divisor is not positive".into()))
         }
+        Some(kind @ ("longrope" | "su")) => Err(Error::Config(format!(
+            "config.json: rope scaling {kind} is not supported, because its frequencies change with the length of the \
+             sequence; serve a model for shorter contexts, such as Phi-3-mini-4k or Phi-4"
+        ))),
         Some(other) => Err(Error::Config(format!(
             "config.json: rope scaling {other} is not supported; supported are default, dynamic, linear and llama3"
         ))),

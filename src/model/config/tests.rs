@@ -65,7 +65,19 @@ fn fixtures_have_their_flags() {
 
     let mistral = fixture("mistral");
     assert!(!mistral.qkv_bias && !mistral.o_bias && !mistral.tie_word_embeddings);
-    assert_eq!((mistral.head_dim, mistral.sliding_window), (16, vec![Some(64), Some(64)]));
+    assert_eq!((mistral.head_dim, mistral.rotary_dim), (16, 16));
+    assert_eq!((mistral.has_rope, mistral.sliding_window), (vec![true; 2], vec![Some(64); 2]));
+
+    let smollm3 = fixture("smollm3");
+    assert_eq!(smollm3.architecture_name(), "SmolLM3ForCausalLM");
+    assert!(smollm3.tie_word_embeddings && !smollm3.qkv_bias && !smollm3.o_bias && !smollm3.mlp_bias);
+    assert_eq!((smollm3.has_rope, smollm3.sliding_window), (vec![true, false, true], vec![None, Some(100), None]));
+
+    let phi3 = fixture("phi3");
+    assert_eq!(phi3.architecture_name(), "Phi3ForCausalLM");
+    assert!(!phi3.tie_word_embeddings && !phi3.qkv_bias && !phi3.o_bias && !phi3.mlp_bias);
+    assert_eq!((phi3.head_dim, phi3.rotary_dim, phi3.rope.theta), (16, 12, 10_000.0));
+    assert_eq!((phi3.has_rope, phi3.sliding_window), (vec![true; 2], vec![Some(100); 2]));
 }
 
 #[test]
@@ -132,6 +144,73 @@ fn defaults_are_those_of_transformers() {
 }
 
 #[test]
+fn layers_of_smollm3_have_rotary_embedding_or_a_window_as_in_transformers() {
+    let smollm3 = |changes: Value| {
+        let mut config = json!({"architectures": ["SmolLM3ForCausalLM"], "num_hidden_layers": 8});
+        config.as_object_mut().unwrap().extend(changes.as_object().unwrap().clone());
+        config
+    };
+    let config = parse(&smollm3(json!({"sliding_window": 9})));
+    assert_eq!(config.has_rope, [true, true, true, false, true, true, true, false]);
+    assert!(config.tie_word_embeddings && config.sliding_window == [None; 8]);
+    let biases = parse(&smollm3(json!({"attention_bias": true, "mlp_bias": true, "tie_word_embeddings": false})));
+    assert!(biases.qkv_bias && biases.o_bias && biases.mlp_bias && !biases.tie_word_embeddings);
+    let listed = json!({
+        "no_rope_layers": [1, 0, 0, 1, 1, 1, 1, 1, 0], "use_sliding_window": true, "sliding_window": 9
+    });
+    let config = parse(&smollm3(listed.clone()));
+    assert_eq!(config.has_rope, [true, false, false, true, true, true, true, true]);
+    assert_eq!(config.sliding_window, [None, Some(9), Some(9), None, None, None, None, None]);
+    let mut typed = smollm3(listed);
+    typed["layer_types"] = json!(["full_attention", "sliding_attention"].repeat(4));
+    assert_eq!(parse(&typed).sliding_window, [None, Some(9)].repeat(4));
+    for (changes, expected) in [
+        (json!({"no_rope_layers": [1, 0]}), "no_rope_layers has 2 entries for 8 layers"),
+        (json!({"no_rope_layer_interval": 0}), "no_rope_layer_interval is 0"),
+        (json!({"partial_rotary_factor": 0.5}), "4 of the 8 dimensions of a head rotate"),
+    ] {
+        let message = refusal(&smollm3(changes));
+        assert!(message.contains(expected), "{message}");
+    }
+}
+
+#[test]
+fn heads_of_phi3_are_rotated_in_part_and_its_long_contexts_are_refused() {
+    let phi3 = |changes: Value| {
+        let mut config = json!({
+            "architectures": ["Phi3ForCausalLM"], "hidden_size": 256, "attention_bias": false, "resid_pdrop": 0.1,
+            "embd_pdrop": 0.1, "original_max_position_embeddings": 512
+        });
+        config.as_object_mut().unwrap().extend(changes.as_object().unwrap().clone());
+        config
+    };
+    let whole = parse(&phi3(json!({"rope_scaling": null, "sliding_window": 2047})));
+    assert_eq!((whole.head_dim, whole.rotary_dim, whole.num_kv_heads), (32, 32, 4));
+    assert_eq!((whole.has_rope, whole.sliding_window), (vec![true; 2], vec![Some(2047); 2]));
+    assert_eq!(parse(&phi3(json!({}))).sliding_window, [None; 2]);
+    for part in [
+        json!({"partial_rotary_factor": 0.75}),
+        json!({"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.75}}),
+    ] {
+        assert_eq!(parse(&phi3(part)).rotary_dim, 24);
+    }
+    for (changes, expected) in [
+        (
+            json!({"rope_scaling": {"type": "longrope", "short_factor": [1.0]}}),
+            "rope scaling longrope is not supported",
+        ),
+        (json!({"rope_scaling": {"type": "su", "short_factor": [1.0]}}), "such as Phi-3-mini-4k or Phi-4"),
+        (json!({"rope_scaling": {"type": "yarn", "factor": 4.0}}), "rope scaling yarn is not supported"),
+        (json!({"partial_rotary_factor": 0.1}), "partial_rotary_factor 0.1 makes 3 of the 32 dimensions"),
+        (json!({"partial_rotary_factor": 0.0}), "makes 0 of the 32 dimensions"),
+        (json!({"partial_rotary_factor": 1.5}), "makes 48 of the 32 dimensions"),
+    ] {
+        let message = refusal(&phi3(changes));
+        assert!(message.contains(expected), "{message}");
+    }
+}
+
+#[test]
 fn end_of_sequence_tokens_are_merged() {
     let eos = |config: Value, generation: Option<Value>| {
         ModelConfig::parse(&with(&config), generation.as_ref(), None).unwrap().eos_token_ids
@@ -160,7 +239,10 @@ fn what_would_be_served_wrongly_is_refused_by_name() {
         (json!({"rope_scaling": {"rope_type": "linear", "factor": 0.0}}), "factor of the rope scaling is 0"),
         (json!({"rope_theta": "much"}), "rope_theta is \"much\""),
         (json!({"rope_theta": -1}), "rope_theta is -1"),
-        (json!({"partial_rotary_factor": 0.5}), "partial_rotary_factor 0.5"),
+        (
+            json!({"partial_rotary_factor": 0.5}),
+            "4 of the 8 dimensions of a head rotate, which is not supported for Llama",
+        ),
         (json!({"dtype": "float8_e4m3fn"}), "dtype float8_e4m3fn"),
         (json!({"vocab_size": null}), "config.json: "),
         (json!({"num_hidden_layers": 0}), "num_hidden_layers is 0"),

@@ -5,7 +5,8 @@ use std::path::Path;
 
 use candle_core::{DType, Device, IndexOp as _, Tensor};
 use candle_nn::VarBuilder;
-use candle_transformers::models::{llama, mistral, qwen2, qwen3};
+use candle_transformers::models::smol::smollm3;
+use candle_transformers::models::{llama, mistral, phi3, qwen2, qwen3};
 use rollout_server::types::TokenId;
 use serde::de::DeserializeOwned;
 use serde_json::Value;
@@ -20,6 +21,8 @@ enum Model {
     Qwen2(qwen2::ModelForCausalLM),
     Qwen3(qwen3::ModelForCausalLM),
     Mistral(mistral::Model),
+    SmolLm3(smollm3::ModelForCausalLM),
+    Phi3(phi3::Model),
 }
 
 impl Candle {
@@ -48,6 +51,8 @@ impl Candle {
             "Qwen2ForCausalLM" => Model::Qwen2(qwen2::ModelForCausalLM::new(&parse(&config), weights).unwrap()),
             "Qwen3ForCausalLM" => Model::Qwen3(qwen3::ModelForCausalLM::new(&parse(&config), weights).unwrap()),
             "MistralForCausalLM" => Model::Mistral(mistral::Model::new(&parse(&config), weights).unwrap()),
+            "SmolLM3ForCausalLM" => Model::SmolLm3(smollm3::ModelForCausalLM::new(&parse(&config), weights).unwrap()),
+            "Phi3ForCausalLM" => Model::Phi3(phi3::Model::new(&parse(&config), weights).unwrap()),
             other => panic!("candle has no {other} here"),
         };
         Self { model }
@@ -83,6 +88,14 @@ impl Candle {
                 model.clear_kv_cache();
                 model.forward(&tokens, 0)
             }
+            Model::SmolLm3(model) => {
+                model.clear_kv_cache();
+                model.forward(&tokens, 0)
+            }
+            Model::Phi3(model) => {
+                model.clear_kv_cache();
+                model.forward(&tokens, 0)
+            }
         }
         .unwrap()
     }
@@ -97,6 +110,7 @@ fn of_candle(config: &Value) -> Value {
     let mut config = config.clone();
     if let Some(rope) = config.get("rope_parameters").cloned() {
         config["rope_theta"] = rope["rope_theta"].clone();
+        config["partial_rotary_factor"] = rope["partial_rotary_factor"].clone();
         config["rope_scaling"] = if rope["rope_type"] == "default" { Value::Null } else { rope };
     }
     let window = config["sliding_window"].as_u64();
@@ -108,6 +122,8 @@ fn of_candle(config: &Value) -> Value {
             config["sliding_window"] =
                 window.filter(|_| in_all).map_or(u64::from(u32::MAX), |window| window - 1).into();
         }
+        // candle's SmolLM3 has no windows, and refuses those that the configuration names.
+        Some("SmolLM3ForCausalLM") => config["use_sliding_window"] = false.into(),
         _ => {}
     }
     config

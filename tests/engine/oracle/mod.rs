@@ -36,13 +36,15 @@ enum Comparison {
     None(&'static str),
 }
 
-const FIXTURES: [(&str, Comparison); 6] = [
+const FIXTURES: [(&str, Comparison); 8] = [
     ("llama", Comparison::None("candle's Llama has no biases")),
     ("llama-tied", Comparison::Full),
     ("llama-tied.gguf", Comparison::None("candle's models of GGUF files multiply by quantised weights, ours do not")),
     ("mistral", Comparison::Full),
+    ("phi3", Comparison::First(100, "candle's Phi3 has no window")),
     ("qwen2", Comparison::First(100, "candle's Qwen2 has its window of 100 tokens in all layers, not from one on")),
     ("qwen3", Comparison::Full),
+    ("smollm3", Comparison::First(100, "candle's SmolLM3 has no window")),
 ];
 
 fn config(model: &Path) -> Value {

@@ -7,7 +7,14 @@ use serde_json::{Value, json};
 
 use crate::common::StateDict;
 
-pub const ARCHITECTURES: [&str; 4] = ["LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"];
+pub const ARCHITECTURES: [&str; 6] = [
+    "LlamaForCausalLM",
+    "MistralForCausalLM",
+    "Phi3ForCausalLM",
+    "Qwen2ForCausalLM",
+    "Qwen3ForCausalLM",
+    "SmolLM3ForCausalLM",
+];
 
 /// A tiny `config.json`: heads of several widths, grouped or not, with and without a tied head, and the biases, windows
 /// and rotary embeddings that candle has for the architecture.
@@ -16,7 +23,7 @@ pub fn random_config(architecture: &str, dice: &mut ChaCha8Rng) -> Value {
     let kv_heads = one_of(&[1, 2, 3]);
     let heads = kv_heads * one_of(&[1, 2, 4]);
     let head_dim = one_of(&[16, 32, 48, 64]);
-    // Those of Llama and Qwen2 divide it among their heads.
+    // The others divide it among their heads.
     let own_width = matches!(architecture, "MistralForCausalLM" | "Qwen3ForCausalLM");
     let hidden_size = if own_width { one_of(&[24, 40, 64, 104]) } else { heads * head_dim };
     let window = one_of(&[0, 1, 7, 40]);
@@ -57,6 +64,17 @@ pub fn random_config(architecture: &str, dice: &mut ChaCha8Rng) -> Value {
             config["use_sliding_window"] = false.into();
             config["attention_bias"] = dice.random::<bool>().into();
         }
+        "Phi3ForCausalLM" => {
+            config["partial_rotary_factor"] = [1.0, 0.75, 0.5, 0.25].choose(dice).copied().into();
+        }
+        "SmolLM3ForCausalLM" => {
+            config["attention_bias"] = dice.random::<bool>().into();
+            config["mlp_bias"] = dice.random::<bool>().into();
+            match dice.random() {
+                true => config["no_rope_layer_interval"] = dice.random_range(1..4).into(),
+                false => config["no_rope_layers"] = json!([0; 3].map(|_| dice.random_range(0..2))),
+            }
+        }
         _ => {}
     }
     config
@@ -83,7 +101,7 @@ fn tensors(config: &Value) -> Vec<(String, Vec<usize>)> {
     let (hidden, intermediate, head_dim) = (size("hidden_size"), size("intermediate_size"), size("head_dim"));
     let (queries, keys) = (size("num_attention_heads") * head_dim, size("num_key_value_heads") * head_dim);
     let architecture = config["architectures"][0].as_str().unwrap();
-    let o_bias = config["attention_bias"] == true;
+    let (o_bias, mlp_bias) = (config["attention_bias"] == true, config["mlp_bias"] == true);
     let qkv_bias = o_bias || architecture == "Qwen2ForCausalLM";
     let mut found = vec![
         ("model.embed_tokens.weight".to_owned(), vec![size("vocab_size"), hidden]),
@@ -101,15 +119,22 @@ fn tensors(config: &Value) -> Vec<(String, Vec<usize>)> {
             add("self_attn.q_norm.weight", &[head_dim]);
             add("self_attn.k_norm.weight", &[head_dim]);
         }
-        for (name, rows, columns, has_bias) in [
-            ("self_attn.q_proj", queries, hidden, qkv_bias),
-            ("self_attn.k_proj", keys, hidden, qkv_bias),
-            ("self_attn.v_proj", keys, hidden, qkv_bias),
-            ("self_attn.o_proj", hidden, queries, o_bias),
-            ("mlp.gate_proj", intermediate, hidden, false),
-            ("mlp.up_proj", intermediate, hidden, false),
-            ("mlp.down_proj", hidden, intermediate, false),
-        ] {
+        let inputs = match architecture {
+            "Phi3ForCausalLM" => vec![
+                ("self_attn.qkv_proj", queries + 2 * keys, hidden, false),
+                ("mlp.gate_up_proj", 2 * intermediate, hidden, false),
+            ],
+            _ => vec![
+                ("self_attn.q_proj", queries, hidden, qkv_bias),
+                ("self_attn.k_proj", keys, hidden, qkv_bias),
+                ("self_attn.v_proj", keys, hidden, qkv_bias),
+                ("mlp.gate_proj", intermediate, hidden, mlp_bias),
+                ("mlp.up_proj", intermediate, hidden, mlp_bias),
+            ],
+        };
+        let outputs =
+            [("self_attn.o_proj", hidden, queries, o_bias), ("mlp.down_proj", hidden, intermediate, mlp_bias)];
+        for (name, rows, columns, has_bias) in inputs.into_iter().chain(outputs) {
             add(&format!("{name}.weight"), &[rows, columns]);
             if has_bias {
                 add(&format!("{name}.bias"), &[rows]);
