@@ -19,6 +19,9 @@ use std::hint::black_box;
 use std::ops::Range;
 use std::time::Duration;
 
+#[path = "operators/experts.rs"]
+mod experts;
+
 struct Model {
     name: &'static str,
     layers: usize,
@@ -469,6 +472,6 @@ fn span(c: &mut Criterion) {
 criterion_group! {
     name = operators;
     config = Criterion::default().sample_size(10).warm_up_time(Duration::from_millis(100)).measurement_time(Duration::from_millis(300));
-    targets = span, peaks_before, linears, attention, kv_write, elementwise, logits, weights, peaks_after
+    targets = span, peaks_before, linears, experts::experts, attention, kv_write, elementwise, logits, weights, peaks_after
 }
 criterion_main!(operators);

@@ -17,6 +17,8 @@ use crate::kv_cache::KvCache;
 use crate::kv_layout::KvLayout;
 use crate::matrix::Matrix;
 use crate::ops::Ops;
+use crate::routing::Routing;
+use crate::routing_shape::RoutingShape;
 use crate::weights::MatrixShape;
 
 /// The device of one rank: its limits, its memory and its operators. Clones are handles of the same device.
@@ -144,6 +146,19 @@ impl Device {
     /// If the device has too little memory.
     pub fn activations(&self, rows: usize, width: usize) -> candle_core::Result<Activations> {
         self.0.activations(rows, width)
+    }
+
+    /// A routing of a layer's rows, with memory for all of them ([`RoutingShape::bytes`]).
+    ///
+    /// # Errors
+    /// [`DeviceError::Unsupported`] if the device has no operators for experts; [`DeviceError::OutOfMemory`].
+    ///
+    /// # Panics
+    /// If there are no such experts, or this rank's are no aligned run of [`expert_groups`](crate::expert_groups).
+    pub fn routing(&self, shape: RoutingShape) -> Result<Routing, DeviceError> {
+        shape.check();
+        let storage = self.0.routing(&shape)?;
+        Ok(Routing::new(shape, storage))
     }
 
     /// The id of a new group of ranks on devices of this kind, or `None` where ranks access one another's activations

@@ -28,6 +28,8 @@ mod ops;
 mod patches;
 mod reference;
 mod rotary;
+mod routing;
+mod routing_shape;
 mod sampling;
 mod step;
 mod tensor;
@@ -51,6 +53,8 @@ pub use merge::{LoraDelta, LowRank, Magnitude, Merge, MergeBase, ReadValues, Rep
 pub use ops::Ops;
 pub use patches::Patches;
 pub use rotary::{RotaryPositions, RotaryTables};
+pub use routing::{Router, Routing, Scoring};
+pub use routing_shape::{NOT_FORCED, RoutingShape, expert_groups};
 pub use sampling::{Distribution, Sampled, SampledTokens, SamplingTask, TokenLogprobs};
 pub use step::{AttentionSequence, AttentionShape, Padding, RowTasks, Step, StepInput};
 pub use values::{Dtype, StorageDtype, TensorData, TensorView};

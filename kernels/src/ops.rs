@@ -20,6 +20,8 @@ use crate::sampling::Sampled;
 use crate::step::{AttentionSequence, AttentionShape, Padding, Step, StepInput};
 use crate::weights::{ReadRows, WriteElements};
 
+mod experts;
+
 /// The operators of one rank. Each operator of a step is a trace-level span, which costs one comparison while spans are
 /// off.
 pub struct Ops(Box<dyn OpsImpl>);

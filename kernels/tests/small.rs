@@ -7,8 +7,8 @@ use candle_core::Tensor;
 use rollout_kernels::cpu::{Isa, Products};
 use rollout_kernels::{
     Activations, AttentionSequence, AttentionShape, Backend, BlockCopy, Device, DeviceOptions, Distribution, KvLayout,
-    LoraDelta, LowRank, Matrix, MatrixShape, Merge, MergeBase, Ops, Patches, RotaryTables, RowTasks, SamplingTask,
-    StepInput, StorageDtype, TensorView, WeightChange, reduction_leaves,
+    LoraDelta, LowRank, Matrix, MatrixShape, Merge, MergeBase, NOT_FORCED, Ops, Patches, RotaryTables, Router,
+    RoutingShape, RowTasks, SamplingTask, Scoring, StepInput, StorageDtype, TensorView, WeightChange, reduction_leaves,
 };
 
 const EMPTY: StepInput<'static> =
@@ -213,6 +213,40 @@ impl Rank {
         }
     }
 
+    /// A block of experts with a router, forced and free rows, and a shared expert, in two runs of rows.
+    fn experts(&mut self, dtype: StorageDtype, is_sigmoid: bool) {
+        let (rows, hidden, width, experts, top_k) = (3, 16, 16, 6, 2);
+        let shape = RoutingShape { rows, experts, top_k, local: 0..3 };
+        let mut routing = self.device.routing(shape).unwrap();
+        let (gate, bias) = (self.matrix(dtype, experts, hidden), self.device.upload(&values(experts)).unwrap());
+        let scoring = if is_sigmoid { Scoring::Sigmoid { bias: &bias } } else { Scoring::Softmax };
+        let router = Router { gate: &gate, scoring, normalise: is_sigmoid, scale: 1.5 };
+        let (x, logits, out) = (self.tensor(rows, hidden), self.zeros(rows, experts), self.zeros(rows, hidden));
+        let forced = [NOT_FORCED, NOT_FORCED, 5, 1, 0, 2];
+        self.ops.route(&x, &router, Some(&forced), &logits, &mut routing).unwrap();
+        self.found.extend(routing.read_experts(0..rows).unwrap().into_iter().map(f32::from));
+        self.found.extend(routing.read_weights(0..rows).unwrap());
+        let shape = |n, k| MatrixShape { dtype, n, k, leaves: 1 };
+        let matrices = [shape(3 * 2 * width, hidden), shape(3 * hidden, width)].map(|shape| {
+            let mut matrix = self.device.zeros(shape).unwrap();
+            matrix.write_rows(0, TensorView::F32(&values(shape.n * shape.k)));
+            matrix
+        });
+        let [gate_up, down] = &matrices;
+        let pairs = routing.shape().most_pairs(2);
+        let (between, gated, expert_out) =
+            (self.zeros(pairs, 2 * width), self.zeros(pairs, width), self.zeros(pairs, hidden));
+        for chunk in [0..2, 2..3] {
+            self.ops.group_by_expert(&mut routing, chunk).unwrap();
+            self.ops.expert_linear_silu_mul(&x, gate_up, &routing, &between, &gated).unwrap();
+            self.ops.expert_linear(&gated, down, &routing, &expert_out).unwrap();
+            self.ops.combine(&expert_out, &routing, &out).unwrap();
+        }
+        let (gate, logits) = (self.matrix(dtype, 1, hidden), self.zeros(rows, 1));
+        self.ops.add_gated(&x, &gate, &logits, &x, &out).unwrap();
+        self.keep(&out);
+    }
+
     /// The bits of all values so far.
     fn bits(&self) -> Vec<u32> {
         self.found.iter().map(|x| x.to_bits()).collect()
@@ -223,6 +257,7 @@ impl Rank {
         for (dtype, rows) in [(StorageDtype::Bf16, 1), (StorageDtype::F32, 5)] {
             self.linear(dtype, rows);
             self.weights(dtype);
+            self.experts(dtype, rows > 1);
         }
         self.rows();
         self.vision();

@@ -5,6 +5,7 @@ use std::ops::Range;
 
 use candle_core::{Result, Tensor};
 
+use super::storage::no_experts;
 use crate::buffer::DeviceBuffer;
 use crate::group::HostCollective;
 use crate::kv_cache::KvCache;
@@ -13,6 +14,7 @@ use crate::matrix::Matrix;
 use crate::merge::Merge;
 use crate::patches::Patches;
 use crate::rotary::RotaryTables;
+use crate::routing::{Router, Routing};
 use crate::sampling::Sampled;
 use crate::step::{AttentionShape, Padding, Step, StepInput};
 use crate::weights::{ReadRows, WriteElements};
@@ -88,6 +90,39 @@ pub(crate) trait OpsImpl: Send {
     fn add_rows(&self, x: &Tensor, rows: &[u32], out: &Tensor) -> Result<()>;
     fn add(&self, x: &Tensor, out: &Tensor) -> Result<()>;
     fn add_scaled(&self, x: &Tensor, scale: &DeviceBuffer, out: &Tensor) -> Result<()>;
+
+    fn route(
+        &self,
+        _x: &Tensor,
+        _router: &Router<'_>,
+        _forced: Option<&[u16]>,
+        _logits: &Tensor,
+        _routing: &mut Routing,
+    ) -> Result<()> {
+        Err(no_experts().into())
+    }
+    fn group_by_expert(&self, _routing: &mut Routing) -> Result<()> {
+        Err(no_experts().into())
+    }
+    fn expert_linear_silu_mul(
+        &self,
+        _x: &Tensor,
+        _w: &Matrix,
+        _routing: &Routing,
+        _gate_up: &Tensor,
+        _out: &Tensor,
+    ) -> Result<()> {
+        Err(no_experts().into())
+    }
+    fn expert_linear(&self, _x: &Tensor, _w: &Matrix, _routing: &Routing, _out: &Tensor) -> Result<()> {
+        Err(no_experts().into())
+    }
+    fn combine(&self, _expert_out: &Tensor, _routing: &Routing, _out: &Tensor) -> Result<()> {
+        Err(no_experts().into())
+    }
+    fn add_gated(&self, _x: &Tensor, _gate: &Matrix, _logits: &Tensor, _shared: &Tensor, _out: &Tensor) -> Result<()> {
+        Err(no_experts().into())
+    }
 
     fn store_rows(&self, w: &mut Matrix, rows: Range<usize>, read: &ReadRows<'_>) -> Result<()>;
     fn copy_rows(&self, from: &Matrix, rows: Range<usize>, to: &mut Matrix) -> Result<()>;

@@ -9,6 +9,7 @@ use candle_core::{Result, Tensor};
 use crate::activations::Activations;
 use crate::error::DeviceError;
 use crate::kv_layout::KvLayout;
+use crate::routing_shape::RoutingShape;
 use crate::values::{Dtype, TensorData, TensorView};
 use crate::weights::MatrixShape;
 
@@ -19,6 +20,9 @@ pub(crate) trait MemoryImpl: Send + Sync + 'static {
     /// Storage of zeros.
     fn matrix(&self, shape: MatrixShape) -> std::result::Result<Box<dyn MatrixImpl>, DeviceError>;
     fn kv_cache(&self, layout: KvLayout) -> std::result::Result<Box<dyn KvCacheImpl>, DeviceError>;
+    fn routing(&self, _: &RoutingShape) -> std::result::Result<Box<dyn RoutingImpl>, DeviceError> {
+        Err(no_experts())
+    }
     /// `len` float32 zeros in one dimension.
     fn zeros(&self, len: usize) -> Result<Activations>;
     fn activations(&self, rows: usize, width: usize) -> Result<Activations>;
@@ -95,4 +99,15 @@ pub(crate) trait KvCacheImpl: Any + Send {
     fn restore(&mut self) -> std::result::Result<(), DeviceError> {
         Ok(())
     }
+}
+
+/// A device's storage of routed rows. `entries` are those of `[rows, top_k]`.
+pub(crate) trait RoutingImpl: Any + Send {
+    fn read_experts(&self, entries: Range<usize>) -> Result<Vec<u16>>;
+    fn read_weights(&self, entries: Range<usize>) -> Result<Vec<f32>>;
+}
+
+/// The answer of a device without the operators of mixture-of-experts layers.
+pub(crate) fn no_experts() -> DeviceError {
+    DeviceError::Unsupported("experts are not supported on this device yet".into())
 }

@@ -12,10 +12,11 @@ use super::pool::Cpu;
 use crate::activations::Activations;
 use crate::backend::device::{DeviceImpl, DeviceOptions, ModelShape};
 use crate::backend::operators::OpsImpl;
-use crate::backend::storage::{KvCacheImpl, MatrixImpl, MemoryImpl};
+use crate::backend::storage::{KvCacheImpl, MatrixImpl, MemoryImpl, RoutingImpl};
 use crate::error::DeviceError;
-use crate::host::memory;
+use crate::host::{HostRouting, memory};
 use crate::kv_layout::KvLayout;
+use crate::routing_shape::RoutingShape;
 use crate::tensor::{with_f32, with_f32_mut};
 use crate::values::{TensorData, TensorView};
 use crate::weights::MatrixShape;
@@ -99,6 +100,10 @@ impl MemoryImpl for CpuDevice {
         let bytes = layout.blocks * layout.bytes_per_block();
         let cache = KvBlocks::try_new(layout).map_err(|e| cannot_map("a layer's KV cache", bytes, &e))?;
         Ok(Box::new(cache))
+    }
+
+    fn routing(&self, shape: &RoutingShape) -> std::result::Result<Box<dyn RoutingImpl>, DeviceError> {
+        Ok(Box::new(HostRouting::new(shape)))
     }
 
     fn zeros(&self, len: usize) -> Result<Activations> {

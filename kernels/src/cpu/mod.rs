@@ -13,6 +13,7 @@ mod amx_detection;
 mod attention;
 mod dequantise;
 mod device;
+mod experts;
 mod finite;
 mod isa;
 mod kv;

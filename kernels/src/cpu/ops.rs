@@ -8,17 +8,20 @@ use candle_core::{Result, Tensor};
 use super::kv::KvBlocks;
 use super::packed::PackedMatrix;
 use super::pool::Cpu;
-use super::rows::RowsMut;
+use super::rows::{RowsMut, SelectedRows};
 use super::sampling::{LogitsTasks, Samplers};
-use super::{linear, merge};
+use super::{experts, linear, merge};
 use crate::backend::operators::OpsImpl;
 use crate::buffer::DeviceBuffer;
+use crate::error::DeviceError;
+use crate::host::{HostRouter, HostRouting};
 use crate::kv_cache::KvCache;
 use crate::kv_layout::BlockCopy;
 use crate::matrix::Matrix;
 use crate::merge::Merge;
 use crate::patches::Patches;
 use crate::rotary::RotaryTables;
+use crate::routing::{Router, Routing, Scoring};
 use crate::sampling::Sampled;
 use crate::step::{AttentionShape, Step, StepInput};
 use crate::tensor::{rows, rows_mut, with_f32, with_f32_mut};
@@ -56,6 +59,15 @@ fn blocks(cache: &KvCache) -> &KvBlocks {
 
 fn blocks_mut(cache: &mut KvCache) -> &mut KvBlocks {
     cache.storage_mut()
+}
+
+/// Refuses experts with `n` rows of a matrix each that are no whole panels.
+fn check_panels(n: usize) -> Result<()> {
+    if n.is_multiple_of(super::PANEL) {
+        return Ok(());
+    }
+    let panel = super::PANEL;
+    Err(DeviceError::Unsupported(format!("experts of {n} outputs: the CPU takes multiples of {panel}")).into())
 }
 
 /// `out += x`.
@@ -238,6 +250,84 @@ impl OpsImpl for CpuOps {
     fn add_scaled(&self, x: &Tensor, scale: &DeviceBuffer, out: &Tensor) -> Result<()> {
         with_f32(scale.tensor(), |scale| {
             rows(x, |x| rows_mut(out, |out| super::add_scaled(&self.cpu, x, scale, out)))?
+        })?
+    }
+
+    fn route(
+        &self,
+        x: &Tensor,
+        router: &Router<'_>,
+        forced: Option<&[u16]>,
+        logits: &Tensor,
+        routing: &mut Routing,
+    ) -> Result<()> {
+        let bias = match router.scoring {
+            Scoring::Softmax => None,
+            Scoring::Sigmoid { bias } => Some(bias),
+        };
+        let Router { gate, normalise, scale, .. } = *router;
+        let top_k = routing.shape().top_k;
+        let route = |bias: Option<&[f32]>| {
+            let (router, routing) = (HostRouter { top_k, bias, normalise, scale }, routing.storage_mut());
+            rows(x, |x| {
+                rows_mut(logits, |out| experts::route(&self.cpu, x, packed(gate), &router, forced, out, routing))
+            })?
+        };
+        with_optional(bias, route)?
+    }
+
+    fn group_by_expert(&self, routing: &mut Routing) -> Result<()> {
+        let (shape, rows) = (routing.shape().clone(), routing.grouped());
+        routing.storage_mut::<HostRouting>().group(&shape, rows);
+        Ok(())
+    }
+
+    fn expert_linear_silu_mul(
+        &self,
+        x: &Tensor,
+        w: &Matrix,
+        routing: &Routing,
+        gate_up: &Tensor,
+        out: &Tensor,
+    ) -> Result<()> {
+        let (is_fused, host) = (out.dim(1)?.is_multiple_of(super::PANEL), routing.storage::<HostRouting>());
+        check_panels(2 * out.dim(1)?)?;
+        rows(x, |x| {
+            let x = SelectedRows::of(x, host.pairs());
+            if is_fused {
+                return rows_mut(out, |out| {
+                    linear::grouped_linear_silu_mul(&self.cpu, x, packed(w), &host.starts, out)
+                });
+            }
+            rows_mut(gate_up, |out| linear::grouped_linear(&self.cpu, x, packed(w), &host.starts, out))?;
+            let pairs = host.pairs().len();
+            self.silu_mul(&gate_up.narrow(0, 0, pairs)?, &out.narrow(0, 0, pairs)?)
+        })?
+    }
+
+    fn expert_linear(&self, x: &Tensor, w: &Matrix, routing: &Routing, out: &Tensor) -> Result<()> {
+        check_panels(out.dim(1)?)?;
+        let starts = &routing.storage::<HostRouting>().starts;
+        rows(x, |x| {
+            let x = SelectedRows::all(x);
+            rows_mut(out, |out| linear::grouped_linear(&self.cpu, x, packed(w), starts, out))
+        })?
+    }
+
+    fn combine(&self, expert_out: &Tensor, routing: &Routing, out: &Tensor) -> Result<()> {
+        let (shape, grouped) = (routing.shape(), routing.grouped());
+        rows(expert_out, |expert_out| {
+            rows_mut(out, |out| experts::combine(&self.cpu, expert_out, routing.storage(), shape, grouped, out))
+        })?
+    }
+
+    fn add_gated(&self, x: &Tensor, gate: &Matrix, logits: &Tensor, shared: &Tensor, out: &Tensor) -> Result<()> {
+        rows(x, |x| {
+            rows_mut(logits, |logits| {
+                rows(shared, |shared| {
+                    rows_mut(out, |out| experts::add_gated(&self.cpu, x, packed(gate), logits, shared, out))
+                })?
+            })?
         })?
     }
 

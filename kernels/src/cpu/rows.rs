@@ -1,6 +1,7 @@
 //! Views of float32 rows with a stride, so that an operator can work on some columns of a wider buffer.
 
 use std::marker::PhantomData;
+use std::ops::Range;
 
 /// A view of `rows × width` float32 values; row `i` starts at `i * stride` of the slice.
 #[derive(Clone, Copy)]
@@ -64,6 +65,53 @@ impl<'a> Rows<'a> {
     }
 }
 
+/// Rows of a view in the order in which an operator takes them.
+#[derive(Clone, Copy)]
+pub(crate) struct SelectedRows<'a> {
+    rows: Rows<'a>,
+    /// Numbers of rows; `None` for all rows of the view.
+    selected: Option<&'a [u32]>,
+}
+
+impl<'a> SelectedRows<'a> {
+    pub fn all(rows: Rows<'a>) -> SelectedRows<'a> {
+        SelectedRows { rows, selected: None }
+    }
+
+    pub fn of(rows: Rows<'a>, selected: &'a [u32]) -> SelectedRows<'a> {
+        SelectedRows { rows, selected: Some(selected) }
+    }
+
+    pub fn len(&self) -> usize {
+        self.selected.map_or(self.rows.rows, <[u32]>::len)
+    }
+
+    pub fn width(&self) -> usize {
+        self.rows.width
+    }
+
+    #[inline]
+    pub fn row(&self, i: usize) -> &'a [f32] {
+        self.rows.row(self.selected.map_or(i, |selected| selected[i] as usize))
+    }
+
+    /// The address of row `i`, which need not be there.
+    #[inline]
+    pub fn as_ptr(&self, i: usize) -> *const f32 {
+        let row = self.selected.map_or(i, |selected| selected.get(i).map_or(0, |row| *row as usize));
+        self.rows.data.as_ptr().wrapping_add(row * self.rows.stride)
+    }
+
+    /// The rows of a range.
+    pub fn part(&self, range: Range<usize>) -> SelectedRows<'a> {
+        let Rows { data, width, stride, .. } = self.rows;
+        match self.selected {
+            Some(selected) => SelectedRows { selected: Some(&selected[range]), ..*self },
+            None => SelectedRows::all(Rows::new(&data[range.start * stride..], range.len(), width, stride)),
+        }
+    }
+}
+
 impl<'a> RowsMut<'a> {
     /// # Panics
     /// If the slice is too short, or rows overlap (`width > stride`).
@@ -90,6 +138,12 @@ impl<'a> RowsMut<'a> {
 
     pub fn width(&self) -> usize {
         self.width
+    }
+
+    /// The same rows, for an operator that must not keep them.
+    pub(crate) fn reborrow(&mut self) -> RowsMut<'_> {
+        let RowsMut { ref mut data, rows, width, stride } = *self;
+        RowsMut { data, rows, width, stride }
     }
 
     /// Shares the rows with the threads of a job.
@@ -137,6 +191,14 @@ pub(crate) struct SharedRows<'a> {
 impl SharedRows<'_> {
     pub fn width(&self) -> usize {
         self.width
+    }
+
+    /// The rows from `first` on. They are the same ones, so that the promise of [`part`](Self::part) is one about both.
+    pub fn rows_from(&self, first: usize) -> SharedRows<'_> {
+        let skipped = (first * self.stride).min(self.data.len);
+        let data =
+            SharedSlice { start: self.data.start.wrapping_add(skipped), len: self.data.len - skipped, ..self.data };
+        SharedRows { data, ..*self }
     }
 
     /// The address of column `from` of row `i`.

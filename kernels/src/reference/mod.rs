@@ -5,6 +5,7 @@
 //! Activations are float32 in the host's memory; weights and KV are float32 values of their type's precision, row by
 //! row.
 
+mod experts;
 mod operators;
 mod ops;
 mod sampling;
@@ -17,12 +18,15 @@ use candle_core::{DType, Device, Result, Tensor};
 use crate::activations::Activations;
 use crate::backend::device::{DeviceImpl, DeviceOptions, ModelShape};
 use crate::backend::operators::OpsImpl;
-use crate::backend::storage::{KvCacheImpl, MatrixImpl, MemoryImpl};
+use crate::backend::storage::{KvCacheImpl, MatrixImpl, MemoryImpl, RoutingImpl};
 use crate::error::DeviceError;
-use crate::host::memory;
+use crate::host::{HostRouting, memory};
 use crate::kv_layout::KvLayout;
+use crate::routing_shape::RoutingShape;
 use crate::tensor::{with_f32, with_f32_mut};
 use crate::weights::MatrixShape;
+#[cfg(test)]
+pub(crate) use experts::{add_gated, route};
 #[cfg(test)]
 pub(crate) use operators::{add_scaled, attention, gelu, layer_norm, linear, rms_norm, rope, silu_mul};
 use ops::ReferenceOps;
@@ -85,6 +89,10 @@ impl MemoryImpl for ReferenceDevice {
 
     fn kv_cache(&self, layout: KvLayout) -> std::result::Result<Box<dyn KvCacheImpl>, DeviceError> {
         Ok(Box::new(Slots::new(layout)))
+    }
+
+    fn routing(&self, shape: &RoutingShape) -> std::result::Result<Box<dyn RoutingImpl>, DeviceError> {
+        Ok(Box::new(HostRouting::new(shape)))
     }
 
     fn zeros(&self, len: usize) -> Result<Activations> {

@@ -6,7 +6,7 @@ use crate::patches::Patches;
 use crate::rotary::RotaryPositions;
 use crate::step::{AttentionSequence, AttentionShape};
 
-fn dot(a: &[f32], b: &[f32]) -> f64 {
+pub(super) fn dot(a: &[f32], b: &[f32]) -> f64 {
     a.iter().zip(b).map(|(a, b)| f64::from(*a) * f64::from(*b)).sum()
 }
 

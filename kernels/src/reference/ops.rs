@@ -6,12 +6,13 @@ use std::ops::Range;
 use candle_core::{Result, Tensor};
 use half::{bf16, f16};
 
-use super::operators;
 use super::sampling::answer;
 use super::storage::{RowMajor, Slots};
+use super::{experts, operators};
 use crate::backend::operators::OpsImpl;
 use crate::backend::storage::MatrixImpl;
 use crate::buffer::DeviceBuffer;
+use crate::host::{HostRouter, HostRouting};
 use crate::kv_cache::KvCache;
 use crate::kv_layout::BlockCopy;
 use crate::matrix::Matrix;
@@ -19,6 +20,7 @@ use crate::merge::Merge;
 use crate::merge::{LoraDelta, LowRank, MergeBase, WeightChange};
 use crate::patches::Patches;
 use crate::rotary::RotaryTables;
+use crate::routing::{Router, Routing, Scoring};
 use crate::sampling::{Sampled, SampledTokens};
 use crate::step::{AttentionShape, Step, StepInput};
 use crate::tensor::{rows, rows_mut, with_f32, with_f32_mut};
@@ -197,6 +199,56 @@ impl OpsImpl for ReferenceOps {
     fn add_scaled(&self, x: &Tensor, scale: &DeviceBuffer, out: &Tensor) -> Result<()> {
         let scale = values(scale)?;
         rows(x, |x| rows_mut(out, |out| operators::add_scaled(x, &scale, out)))?
+    }
+
+    fn route(
+        &self,
+        x: &Tensor,
+        router: &Router<'_>,
+        forced: Option<&[u16]>,
+        _: &Tensor,
+        routing: &mut Routing,
+    ) -> Result<()> {
+        let bias = match router.scoring {
+            Scoring::Softmax => None,
+            Scoring::Sigmoid { bias } => Some(values(bias)?),
+        };
+        let Router { normalise, scale, .. } = *router;
+        let host = HostRouter { top_k: routing.shape().top_k, bias: bias.as_deref(), normalise, scale };
+        rows(x, |x| experts::route(x, router.gate.storage(), &host, forced, routing.storage_mut()))
+    }
+
+    fn group_by_expert(&self, routing: &mut Routing) -> Result<()> {
+        let (shape, rows) = (routing.shape().clone(), routing.grouped());
+        routing.storage_mut::<HostRouting>().group(&shape, rows);
+        Ok(())
+    }
+
+    fn expert_linear_silu_mul(
+        &self,
+        x: &Tensor,
+        w: &Matrix,
+        routing: &Routing,
+        _: &Tensor,
+        out: &Tensor,
+    ) -> Result<()> {
+        rows(x, |x| rows_mut(out, |out| experts::expert_linear_silu_mul(x, w.storage(), routing.storage(), out)))?
+    }
+
+    fn expert_linear(&self, x: &Tensor, w: &Matrix, routing: &Routing, out: &Tensor) -> Result<()> {
+        let starts = &routing.storage::<HostRouting>().starts;
+        rows(x, |x| rows_mut(out, |out| experts::expert_linear(x, |pair| pair, w.storage(), starts, out)))?
+    }
+
+    fn combine(&self, expert_out: &Tensor, routing: &Routing, out: &Tensor) -> Result<()> {
+        let (shape, grouped) = (routing.shape(), routing.grouped());
+        rows(expert_out, |expert_out| {
+            rows_mut(out, |out| experts::combine(expert_out, routing.storage(), shape, grouped, out))
+        })?
+    }
+
+    fn add_gated(&self, x: &Tensor, gate: &Matrix, _: &Tensor, shared: &Tensor, out: &Tensor) -> Result<()> {
+        rows(x, |x| rows(shared, |shared| rows_mut(out, |out| experts::add_gated(x, gate.storage(), shared, out)))?)?
     }
 
     fn store_rows(&self, w: &mut Matrix, rows: Range<usize>, read: &ReadRows<'_>) -> Result<()> {

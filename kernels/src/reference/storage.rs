@@ -26,6 +26,10 @@ impl RowMajor {
         Self { shape, values: vec![0.0; shape.n * shape.k] }
     }
 
+    pub fn rows(&self) -> usize {
+        self.shape.n
+    }
+
     pub fn row(&self, row: usize) -> &[f32] {
         &self.values[row * self.shape.k..][..self.shape.k]
     }

@@ -2,6 +2,9 @@
 
 #[path = "../common/mod.rs"]
 mod common;
+mod experts;
+#[path = "../../src/cpu/testing/require.rs"]
+mod require;
 mod rope;
 mod vision;
 
@@ -15,6 +18,12 @@ use rollout_kernels::{
 };
 
 const DTYPES: [StorageDtype; 2] = [StorageDtype::Bf16, StorageDtype::F32];
+
+/// The message of the panic in `run`, if there is one.
+fn panics(run: impl FnOnce()) -> Option<String> {
+    let failed = catch_unwind(AssertUnwindSafe(run)).err()?;
+    Some(failed.downcast::<String>().map_or_else(|_| "no message".into(), |message| *message))
+}
 
 /// A matrix of these weights.
 fn matrix(rank: &Rank, shape: MatrixShape, weights: &[f32]) -> Matrix {

@@ -1,10 +1,9 @@
 //! The operators that only vision towers have, on every device.
 
-use std::panic::{AssertUnwindSafe, catch_unwind};
-
 use rollout_kernels::Patches;
 
 use super::common::{Random, Rank, close, devices, reference, values_of};
+use super::panics;
 
 /// The patches' rows, between others that must stay as they are.
 fn cut(rank: &Rank, patches: &Patches<'_>) -> Vec<f32> {
@@ -46,12 +45,6 @@ fn patches_have_the_values_of_the_pictures_pixels_in_the_order_of_a_convolution(
     let plane = |channel: usize| [7, 10, 13, 16].map(|red| ((red + channel) as f32 - mean[channel]) / std[channel]);
     let expected: Vec<f32> = [0, 0, 1, 1, 2, 2].into_iter().flat_map(plane).collect();
     assert_eq!(values_of(&out), expected);
-}
-
-/// The message of the panic in `run`, if there is one.
-fn panics(run: impl FnOnce()) -> Option<String> {
-    let failed = catch_unwind(AssertUnwindSafe(run)).err()?;
-    Some(failed.downcast::<String>().map_or_else(|_| "no message".into(), |message| *message))
 }
 
 #[test]

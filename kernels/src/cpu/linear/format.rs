@@ -1,7 +1,7 @@
 //! How linear layers pack activations, and what the tiles that share weights read.
 
 use super::super::lanes::{LANES, Lanes, rounded_pairs};
-use super::super::rows::Rows;
+use super::super::rows::SelectedRows;
 use super::super::tile::{Format, LINE, Pairs, RoundedPairs, Single, Widening};
 use super::register::TALLEST;
 use half::bf16;
@@ -24,7 +24,7 @@ pub(super) trait LinearFormat: Format {
     const WORTH_WAKING: usize = 4 << 10;
 
     /// Packs the rows of one tile as `[step][row]`.
-    fn pack<L: Lanes>(x: Rows<'_>, rows: Range<usize>, packed: &mut [Self::X]);
+    fn pack<L: Lanes>(x: SelectedRows<'_>, rows: Range<usize>, packed: &mut [Self::X]);
 }
 
 impl LinearFormat for Single<f32> {
@@ -32,7 +32,7 @@ impl LinearFormat for Single<f32> {
     type Wide = Self;
 
     #[inline(always)]
-    fn pack<L: Lanes>(x: Rows<'_>, rows: Range<usize>, packed: &mut [f32]) {
+    fn pack<L: Lanes>(x: SelectedRows<'_>, rows: Range<usize>, packed: &mut [f32]) {
         interleave(x, rows, packed);
     }
 }
@@ -47,7 +47,7 @@ impl LinearFormat for Pairs<bf16> {
     }
 
     #[inline(always)]
-    fn pack<L: Lanes>(x: Rows<'_>, rows: Range<usize>, packed: &mut [[f32; 2]]) {
+    fn pack<L: Lanes>(x: SelectedRows<'_>, rows: Range<usize>, packed: &mut [[f32; 2]]) {
         interleave(x, rows, packed);
     }
 }
@@ -60,7 +60,7 @@ impl LinearFormat for RoundedPairs {
     /// Rounds, transposes and writes 16 steps at a time.
     #[inline(always)]
     #[allow(clippy::needless_range_loop)] // indices, as in `tile`
-    fn pack<L: Lanes>(x: Rows<'_>, rows: Range<usize>, packed: &mut [f32]) {
+    fn pack<L: Lanes>(x: SelectedRows<'_>, rows: Range<usize>, packed: &mut [f32]) {
         const { assert!(TALLEST <= LANES) };
         let (first, tile_rows) = (rows.start, rows.len());
         for (block, packed_from) in (0..packed.len()).step_by(LANES * tile_rows).enumerate() {
@@ -70,7 +70,7 @@ impl LinearFormat for RoundedPairs {
                 let elements = &x.row(first + m)[2 * LANES * block..];
                 // The hardware prefetcher does not follow reads from so many rows in turn, so the rows of the next tile
                 // are prefetched.
-                let ahead = elements.as_ptr().wrapping_add(tile_rows * x.stride()).cast::<u8>();
+                let ahead = x.as_ptr(first + tile_rows + m).wrapping_add(2 * LANES * block).cast::<u8>();
                 L::prefetch_near(ahead);
                 L::prefetch_near(ahead.wrapping_add(LINE));
                 lines[m] = rounded_pairs(elements);
@@ -127,7 +127,7 @@ impl RowStep for [f32; 2] {
 
 /// Packs the rows of one tile as `[step][row]`, element by element.
 #[inline(always)]
-fn interleave<S: RowStep>(x: Rows<'_>, rows: Range<usize>, packed: &mut [S]) {
+fn interleave<S: RowStep>(x: SelectedRows<'_>, rows: Range<usize>, packed: &mut [S]) {
     const BLOCK: usize = 256; // steps of all rows of a tile that the first-level cache holds
     const ABREAST: usize = 4; // rows written together, since the stores of a single row wait for one another
     let (first, rows) = (rows.start, rows.len());
@@ -145,7 +145,7 @@ fn interleave<S: RowStep>(x: Rows<'_>, rows: Range<usize>, packed: &mut [S]) {
 #[inline(always)]
 #[allow(clippy::needless_range_loop)] // indices, as in `tile`
 fn interleave_rows<S: RowStep, const N: usize>(
-    x: Rows<'_>,
+    x: SelectedRows<'_>,
     first: usize,
     from: usize,
     m: usize,

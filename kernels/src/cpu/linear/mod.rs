@@ -12,16 +12,18 @@ use super::isa::{Isa, Kernel, Products};
 use super::lanes::{LANES, Lanes};
 use super::packed::PackedMatrix;
 use super::pool::Cpu;
-use super::rows::{Rows, RowsMut, SharedRows};
+use super::rows::{Rows, RowsMut, SelectedRows, SharedRows};
 use super::tile::{Format, LINE, Pairs, Prefetch, RoundedPairs, Single};
 use crate::values::StorageDtype;
 use format::LinearFormat;
+pub(super) use grouped::{grouped_linear, grouped_linear_silu_mul};
 use half::bf16;
-use plan::LinearPlan;
+use plan::{LinearPlan, Panels};
 use register::{LinearTile, Out, Sums, TileWeights, WIDEST};
 use std::ops::Range;
 
 mod format;
+mod grouped;
 mod plan;
 mod register;
 mod tiles;
@@ -47,6 +49,21 @@ pub fn linear_silu_mul(cpu: &Cpu, x: Rows<'_>, w: &PackedMatrix, bias: Option<&[
     by_format(cpu, x, w, bias, out, true);
 }
 
+/// As [`linear()`] without a bias, with the products of float32 on every instruction set: neither activations nor
+/// weights are rounded.
+///
+/// # Panics
+/// If shapes do not agree.
+pub(super) fn linear_unrounded(cpu: &Cpu, x: Rows<'_>, w: &PackedMatrix, out: RowsMut<'_>) {
+    assert_eq!(x.width(), w.k(), "input features");
+    assert_eq!((out.rows(), out.width()), (x.rows(), w.n()), "rows and width of the output");
+    match w.dtype() {
+        _ if x.rows() == 0 => {}
+        StorageDtype::F32 => run::<Single<f32>>(cpu, x, w, None, out, false),
+        StorageDtype::Bf16 => run::<Pairs<bf16>>(cpu, x, w, None, out, false),
+    }
+}
+
 fn by_format(cpu: &Cpu, x: Rows<'_>, w: &PackedMatrix, bias: Option<&[f32]>, out: RowsMut<'_>, gated: bool) {
     assert_eq!(x.width(), w.k(), "input features");
     assert_eq!(out.rows(), x.rows(), "rows of the output");
@@ -63,18 +80,17 @@ fn by_format(cpu: &Cpu, x: Rows<'_>, w: &PackedMatrix, bias: Option<&[f32]>, out
 }
 
 fn run<F: LinearFormat>(cpu: &Cpu, x: Rows<'_>, w: &PackedMatrix, bias: Option<&[f32]>, out: RowsMut<'_>, gated: bool) {
-    let plan = LinearPlan::new::<F>(cpu, x.rows(), w, gated);
+    let plan = &LinearPlan::new::<F>(cpu, x.rows(), Panels::all(w), gated);
     let mut shared = cpu.shared();
     let packed = shared.packed.values::<F::X>(x.rows() * plan.steps);
-    pack_activations::<F>(cpu, x, &plan, packed);
+    pack_activations::<F>(cpu, SelectedRows::all(x), plan, packed);
     let call =
         LinearCall::<F> { isa: cpu.isa(), plan, packed, weights: w.storage().as_slice(), bias, out: out.share() };
-    let scratch = call.plan.copy_len + call.plan.sum_sets() * call.plan.sum_set_len();
-    cpu.pool().run_with_scratch(call.plan.chunks * call.plan.groups, scratch, |task, scratch| call.task(task, scratch));
+    cpu.pool().run_with_scratch(plan.tasks(), plan.scratch_len(), |task, scratch| call.task(task, scratch));
 }
 
 /// Packs the activations tile by tile, as `[step][row of the tile]`.
-fn pack_activations<F: LinearFormat>(cpu: &Cpu, x: Rows<'_>, plan: &LinearPlan, packed: &mut [F::X]) {
+fn pack_activations<F: LinearFormat>(cpu: &Cpu, x: SelectedRows<'_>, plan: &LinearPlan, packed: &mut [F::X]) {
     let parts = if packed.len() < F::WORTH_WAKING { 1 } else { plan.tiles.min(4 * cpu.pool().threads()) };
     let first = |part: usize| plan.tiles * part / parts;
     cpu.pool().run_parts(
@@ -89,7 +105,7 @@ fn pack_activations<F: LinearFormat>(cpu: &Cpu, x: Rows<'_>, plan: &LinearPlan, 
 
 /// Packs the activations of a run of tiles.
 struct PackActivations<'a, F: LinearFormat> {
-    x: Rows<'a>,
+    x: SelectedRows<'a>,
     plan: &'a LinearPlan,
     tiles: Range<usize>,
     packed: &'a mut [F::X],
@@ -114,7 +130,7 @@ impl<F: LinearFormat> Kernel for PackActivations<'_, F> {
 /// The plan, the operands and the output of one linear call, which all its tasks share.
 struct LinearCall<'a, F: LinearFormat> {
     isa: Isa,
-    plan: LinearPlan,
+    plan: &'a LinearPlan,
     packed: &'a [F::X],
     weights: &'a [F::W],
     bias: Option<&'a [f32]>,
@@ -139,7 +155,7 @@ impl<F: LinearFormat> LinearCall<'_, F> {
         let (chunk, group) = (task / self.plan.groups, task % self.plan.groups);
         let tiles = &(self.plan.tile(chunk)..self.plan.tile(chunk + 1));
         let (copy, sums) = scratch.split_at_mut(self.plan.copy_len);
-        let (plan, leaf_steps) = (&self.plan, self.plan.steps / self.plan.leaves);
+        let (plan, leaf_steps) = (self.plan, self.plan.steps / self.plan.leaves);
         for leaf in (0..plan.leaves).step_by(plan.k_block_leaves) {
             let leaves = leaf..plan.leaves.min(leaf + plan.k_block_leaves);
             let (first, end) = (leaf * leaf_steps, (leaf + 1) * leaf_steps);
@@ -156,7 +172,7 @@ impl<F: LinearFormat> LinearCall<'_, F> {
     }
 
     fn k_block(&self, block: &KBlock<'_>, copy: &mut [f32], sums: &mut [f32]) {
-        let plan = &self.plan;
+        let plan = self.plan;
         let narrow = || TileWeights {
             panels: std::array::from_fn(|v| {
                 let panel = plan.tile_panel(block.group, v);
@@ -192,7 +208,7 @@ impl<F: LinearFormat> LinearCall<'_, F> {
         copy: &mut [f32],
         sums: &mut [f32],
     ) {
-        let plan = &self.plan;
+        let plan = self.plan;
         let (from, to) = (plan.row(tile), plan.row(tile + 1));
         let done = block.steps.end == plan.steps;
         let x = &self.packed[from * plan.steps + block.steps.start * (to - from)..][..block.steps.len() * (to - from)];
@@ -212,20 +228,17 @@ impl<F: LinearFormat> LinearCall<'_, F> {
 
     /// The panels of the next block that a tile prefetches. That block is the next block of this task or, after the
     /// last one, the first block of the thread's next group, which is probably as many groups further on as there are
-    /// threads, since threads claim tasks in order. A task's only tile prefetches all panels into the first-level
-    /// cache, and its own weights shortly before it needs them; each of several tiles prefetches a part of a panel into
-    /// the second-level cache.
+    /// threads, since threads claim tasks in order, or one of the next product. A task's only tile prefetches all panels
+    /// into the first-level cache, and its own weights shortly before it needs them; each of several tiles prefetches a
+    /// part of a panel into the second-level cache.
     fn ahead(&self, block: &KBlock<'_>, tile: usize) -> Prefetch<WIDEST> {
-        let plan = &self.plan;
-        let (group, step) = match block.steps.end {
-            end if end < plan.steps => (block.group, end),
-            _ => match block.group + plan.threads {
-                next if next < plan.groups => (next, 0),
-                _ => (block.group % plan.threads, 0),
-            },
-        };
+        let plan = self.plan;
         let line = |v: usize| {
-            let from = plan.weight(plan.tile_panel(group, v), step);
+            let from = match (block.steps.end, block.group + plan.threads) {
+                (end, _) if end < plan.steps => plan.weight(plan.tile_panel(block.group, v), end),
+                (_, next) if next < plan.groups => plan.weight(plan.tile_panel(next, v), 0),
+                _ => plan.next_weight(plan.tile_panel(block.group % plan.threads, v)),
+            };
             self.weights.as_ptr().wrapping_add(from).cast::<u8>()
         };
         if plan.tiles == 1 {
@@ -248,7 +261,7 @@ impl<F: LinearFormat> LinearCall<'_, F> {
 
     /// Adds the bias, applies the gates, and writes the columns that are not padding.
     fn finish(&self, tiles: &Range<usize>, group: usize, sums: &mut [f32]) {
-        let plan = &self.plan;
+        let plan = self.plan;
         let first = plan.panel(group) * LANES;
         let len = (plan.panel(group + 1) * LANES).min(self.out.width()) - first;
         let add_bias = |sums: &mut [f32], from: usize| {

@@ -24,6 +24,23 @@ const WIDENED_FROM: usize = 3;
 /// The most register tiles of a chunk. More would save little of the time that widening weights takes.
 const MOST_TILES: usize = 12;
 
+/// The panels of a matrix that a product takes: all of them, or those of one expert.
+#[derive(Clone, Copy)]
+pub(super) struct Panels {
+    pub first: usize,
+    pub count: usize,
+    /// The first panel of the product that comes next.
+    pub next: usize,
+    pub padded_k: usize,
+    pub leaves: usize,
+}
+
+impl Panels {
+    pub fn all(w: &PackedMatrix) -> Panels {
+        Panels { first: 0, count: w.panels(), next: 0, padded_k: w.padded_k(), leaves: w.leaves() }
+    }
+}
+
 /// The cut of a linear layer. A task computes the rows of one chunk times one group of panels.
 pub(super) struct LinearPlan {
     /// Runs of rows, one for each register tile.
@@ -36,6 +53,9 @@ pub(super) struct LinearPlan {
     /// corresponding panels of the values that they gate.
     panels: EvenSplit,
     pub groups: usize,
+    /// The first panel of the weights, and that of the weights that the thread's next product probably takes.
+    first_panel: usize,
+    next_panel: usize,
     /// Panels side by side in a register tile.
     pub width: usize,
     /// The first panel of the values that the gates of a gated layer multiply; `None` in other layers.
@@ -60,19 +80,19 @@ pub(super) struct LinearPlan {
 
 impl LinearPlan {
     /// Cuts the product of `rows >= 1` rows of activations and `w` for the threads of `cpu`.
-    pub fn new<F: LinearFormat>(cpu: &Cpu, rows: usize, w: &PackedMatrix, gated: bool) -> LinearPlan {
+    pub fn new<F: LinearFormat>(cpu: &Cpu, rows: usize, w: Panels, gated: bool) -> LinearPlan {
         let halves = if gated { 2 } else { 1 };
         let accumulators = cpu.isa().accumulators();
         let tiles = rows.div_ceil(if accumulators >= 2 * TALLEST { TALLEST } else { accumulators / halves });
         let tile_rows = rows.div_ceil(tiles);
         let width = tile_width(tile_rows, accumulators);
-        let steps = w.padded_k().div_ceil(F::PER_STEP);
+        let steps = w.padded_k.div_ceil(F::PER_STEP);
         let step_len = F::PER_STEP * LANES;
-        let leaf_steps = steps / w.leaves();
+        let leaf_steps = steps / w.leaves;
         let widened = F::COPIES && tiles >= WIDENED_FROM;
         let (k_block_bytes, size) =
             if widened { (WIDENED_K_BLOCK_BYTES, 4) } else { (K_BLOCK_BYTES, size_of::<F::W>()) };
-        let (leaves, fitting) = (w.leaves(), (k_block_bytes / (width * step_len * size)).max(1));
+        let (leaves, fitting) = (w.leaves, (k_block_bytes / (width * step_len * size)).max(1));
         let (k_block_steps, k_block_leaves) = match tiles {
             1 => (leaf_steps, leaves), // one tile reads the weights once
             // All blocks have the same length, since each prefetches the next; the number of leaves is a power of two.
@@ -84,7 +104,7 @@ impl LinearPlan {
         let copy_len = if widened { width * k_block_leaves * k_block_steps * step_len } else { 0 };
         let most_tiles = CHUNK_BYTES / (tile_rows * k_block_leaves * k_block_steps * size_of::<F::X>());
         let chunks = tiles.div_ceil(most_tiles.clamp(1, MOST_TILES));
-        let (panels, threads) = (w.panels() / halves, cpu.pool().threads());
+        let (panels, threads) = (w.count / halves, cpu.pool().threads());
         let groups = panels.div_ceil(width / halves).next_multiple_of(threads).min(panels);
         LinearPlan {
             rows: EvenSplit::new(rows, tiles),
@@ -93,6 +113,8 @@ impl LinearPlan {
             chunks,
             panels: EvenSplit::new(panels, groups),
             groups,
+            first_panel: w.first,
+            next_panel: w.next,
             width,
             gated: gated.then_some(panels),
             steps,
@@ -109,7 +131,12 @@ impl LinearPlan {
 
     /// Index of a panel's first weight of a step.
     pub fn weight(&self, panel: usize, step: usize) -> usize {
-        (panel * self.steps + step) * self.step_len
+        ((self.first_panel + panel) * self.steps + step) * self.step_len
+    }
+
+    /// As [`LinearPlan::weight`], of the product that comes next.
+    pub fn next_weight(&self, panel: usize) -> usize {
+        (self.next_panel + panel) * self.steps * self.step_len
     }
 
     /// The first row of a tile.
@@ -143,9 +170,19 @@ impl LinearPlan {
         if self.gated.is_some() { self.width / 2 } else { self.width }
     }
 
+    /// A task computes one chunk of rows times one group of panels.
+    pub fn tasks(&self) -> usize {
+        self.chunks * self.groups
+    }
+
+    /// Float32 values of scratch that a task needs.
+    pub fn scratch_len(&self) -> usize {
+        self.copy_len + self.sum_sets() * self.sum_set_len()
+    }
+
     /// How many sets of partial sums a task keeps: those that wait for their sibling in the tree of leaves, and those
     /// of the current leaf.
-    pub fn sum_sets(&self) -> usize {
+    fn sum_sets(&self) -> usize {
         self.leaves.ilog2() as usize + 1
     }
 

@@ -9,9 +9,10 @@ use super::super::isa::{Isa, Kernel};
 use super::super::lanes::{LANES, Lanes};
 use super::super::packed::PackedMatrix;
 use super::super::pool::Cpu;
-use super::super::rows::{Rows, RowsMut, SharedRows};
+use super::super::rows::{Rows, RowsMut, SelectedRows, SharedRows};
 use super::super::tile::RoundedPairs;
 use super::format::LinearFormat as _;
+use super::plan::Panels;
 use half::bf16;
 use std::ops::Range;
 
@@ -27,30 +28,30 @@ const TASK_BYTES: usize = 96 << 10;
 
 /// `out = x · Wᵀ + bias`, or `silu(gate) * up` if the layer is gated; shapes are checked.
 pub(super) fn run(cpu: &Cpu, x: Rows<'_>, w: &PackedMatrix, bias: Option<&[f32]>, out: RowsMut<'_>, gated: bool) {
-    let plan = TilePlan::new(cpu.pool().threads(), x.rows(), w, gated);
+    let plan = TilePlan::new(cpu.pool().threads(), x.rows(), Panels::all(w), gated);
     let mut shared = cpu.shared();
     let packed = shared.packed.values::<f32>(plan.tiles * plan.tile_len());
-    pack_activations(cpu, x, &plan, packed);
+    pack_activations(cpu, SelectedRows::all(x), &plan, packed);
     let call =
         TileCall { isa: cpu.isa(), plan: &plan, packed, weights: w.storage().as_slice(), bias, out: out.share() };
-    let sums = plan.sum_sets() * BLOCK_TILES * TILE_PANELS * TILE_SUMS;
-    cpu.pool().run_with_scratch(plan.chunks * plan.groups, sums, |task, sums| call.task(task, sums));
+    cpu.pool().run_with_scratch(plan.tasks(), plan.scratch_len(), |task, sums| call.task(task, sums));
 }
 
 /// The cut of a linear layer into tiles, blocks and tasks. A task computes a chunk of tiles times a group of blocks'
 /// panels.
-struct TilePlan {
+pub(super) struct TilePlan {
     shape: TileShape,
     rows: usize,
     /// Tiles of 16 rows, of which the last may have fewer.
-    tiles: usize,
+    pub tiles: usize,
     /// Tiles of a chunk, a whole number of blocks.
-    chunk: usize,
-    chunks: usize,
+    pub chunk: usize,
+    pub chunks: usize,
     /// Blocks side by side.
     blocks: usize,
     groups: usize,
-    /// Panels of the matrix.
+    /// The first panel of the weights.
+    first_panel: usize,
     panels: usize,
     /// Whether the first half of the panels gives the gates of the values that the second half gives.
     gated: bool,
@@ -60,9 +61,9 @@ struct TilePlan {
 }
 
 impl TilePlan {
-    fn new(threads: usize, rows: usize, w: &PackedMatrix, gated: bool) -> TilePlan {
-        let (leaves, panels) = (w.leaves(), w.panels());
-        let pairs = w.padded_k() / 2 / leaves;
+    pub fn new(threads: usize, rows: usize, w: Panels, gated: bool) -> TilePlan {
+        let (leaves, panels) = (w.leaves, w.count);
+        let pairs = w.padded_k / 2 / leaves;
         let shape = TileShape::new(rows, pairs);
         let steps = pairs / shape.pairs;
         let tiles = rows.div_ceil(TILE_ROWS);
@@ -70,7 +71,7 @@ impl TilePlan {
         let chunks = tiles.div_ceil((CHUNK_BYTES / (TILE_ROWS * row_bytes)).max(BLOCK_TILES));
         let chunk = tiles.div_ceil(chunks).next_multiple_of(BLOCK_TILES);
         let blocks = panels.div_ceil(TILE_PANELS);
-        let bytes = blocks * TILE_PANELS * LANES * w.padded_k() * size_of::<bf16>();
+        let bytes = blocks * TILE_PANELS * LANES * w.padded_k * size_of::<bf16>();
         let groups = bytes.div_ceil(TASK_BYTES).next_multiple_of(threads).min(blocks);
         TilePlan {
             shape,
@@ -80,6 +81,7 @@ impl TilePlan {
             chunks: tiles.div_ceil(chunk),
             blocks,
             groups,
+            first_panel: w.first,
             panels,
             gated,
             steps,
@@ -87,8 +89,18 @@ impl TilePlan {
         }
     }
 
+    /// A task computes one chunk of tiles times one group of blocks.
+    pub fn tasks(&self) -> usize {
+        self.chunks * self.groups
+    }
+
+    /// Sums that a task needs scratch for.
+    pub fn scratch_len(&self) -> usize {
+        self.sum_sets() * BLOCK_TILES * TILE_PANELS * TILE_SUMS
+    }
+
     /// Packed values of a tile over the whole reduction.
-    fn tile_len(&self) -> usize {
+    pub fn tile_len(&self) -> usize {
         self.leaves * self.steps * self.shape.activations()
     }
 
@@ -108,7 +120,7 @@ impl TilePlan {
 }
 
 /// Packs the rounded activations as `[tile][step][row][16 pairs]`. Rows that the last of several tiles lacks are zeros.
-fn pack_activations(cpu: &Cpu, x: Rows<'_>, plan: &TilePlan, packed: &mut [f32]) {
+fn pack_activations(cpu: &Cpu, x: SelectedRows<'_>, plan: &TilePlan, packed: &mut [f32]) {
     let parts = if packed.len() < RoundedPairs::WORTH_WAKING { 1 } else { plan.tiles.min(4 * cpu.pool().threads()) };
     let first = |part: usize| plan.tiles * part / parts;
     let start = |part: usize| first(part) * plan.tile_len();
@@ -117,11 +129,11 @@ fn pack_activations(cpu: &Cpu, x: Rows<'_>, plan: &TilePlan, packed: &mut [f32])
     });
 }
 
-struct PackTiles<'a> {
-    x: Rows<'a>,
-    plan: &'a TilePlan,
-    tiles: Range<usize>,
-    packed: &'a mut [f32],
+pub(super) struct PackTiles<'a> {
+    pub x: SelectedRows<'a>,
+    pub plan: &'a TilePlan,
+    pub tiles: Range<usize>,
+    pub packed: &'a mut [f32],
 }
 
 impl Kernel for PackTiles<'_> {
@@ -146,17 +158,17 @@ impl Kernel for PackTiles<'_> {
 }
 
 /// The operands and the output of one call, which all its tasks share.
-struct TileCall<'a> {
-    isa: Isa,
-    plan: &'a TilePlan,
-    packed: &'a [f32],
-    weights: &'a [bf16],
-    bias: Option<&'a [f32]>,
-    out: SharedRows<'a>,
+pub(super) struct TileCall<'a> {
+    pub isa: Isa,
+    pub plan: &'a TilePlan,
+    pub packed: &'a [f32],
+    pub weights: &'a [bf16],
+    pub bias: Option<&'a [f32]>,
+    pub out: SharedRows<'a>,
 }
 
 impl TileCall<'_> {
-    fn task(&self, task: usize, sums: &mut [f32]) {
+    pub fn task(&self, task: usize, sums: &mut [f32]) {
         let plan = self.plan;
         let (chunk, group) = (task / plan.groups, task % plan.groups);
         let tiles = chunk * plan.chunk..plan.tiles.min((chunk + 1) * plan.chunk);
@@ -178,7 +190,7 @@ impl TileCall<'_> {
         let len = R * TILE_PANELS * TILE_SUMS;
         let panel_len = plan.leaves * plan.steps * plan.shape.weights();
         let x: [&[f32]; R] = std::array::from_fn(|r| &self.packed[(tile + r) * plan.tile_len()..][..plan.tile_len()]);
-        let w = plan.panels_of(block).map(|panel| &self.weights[panel * panel_len..][..panel_len]);
+        let w = plan.panels_of(block).map(|panel| &self.weights[(plan.first_panel + panel) * panel_len..][..panel_len]);
         let rows = TILE_ROWS * tile..plan.rows.min(TILE_ROWS * (tile + R));
         for leaf in 0..plan.leaves {
             if leaf + 1 == plan.leaves {
