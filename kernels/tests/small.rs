@@ -242,8 +242,7 @@ impl Rank {
             self.ops.expert_linear(&gated, down, &routing, &expert_out).unwrap();
             self.ops.combine(&expert_out, &routing, &out).unwrap();
         }
-        let (gate, logits) = (self.matrix(dtype, 1, hidden), self.zeros(rows, 1));
-        self.ops.add_gated(&x, &gate, &logits, &x, &out).unwrap();
+        self.ops.add_gated(&self.tensor(rows, 1), &x, &out).unwrap();
         self.keep(&out);
     }
 

@@ -120,7 +120,7 @@ pub(crate) trait OpsImpl: Send {
     fn combine(&self, _expert_out: &Tensor, _routing: &Routing, _out: &Tensor) -> Result<()> {
         Err(no_experts().into())
     }
-    fn add_gated(&self, _x: &Tensor, _gate: &Matrix, _logits: &Tensor, _shared: &Tensor, _out: &Tensor) -> Result<()> {
+    fn add_gated(&self, _gates: &Tensor, _shared: &Tensor, _out: &Tensor) -> Result<()> {
         Err(no_experts().into())
     }
 

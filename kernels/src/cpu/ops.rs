@@ -321,13 +321,9 @@ impl OpsImpl for CpuOps {
         })?
     }
 
-    fn add_gated(&self, x: &Tensor, gate: &Matrix, logits: &Tensor, shared: &Tensor, out: &Tensor) -> Result<()> {
-        rows(x, |x| {
-            rows_mut(logits, |logits| {
-                rows(shared, |shared| {
-                    rows_mut(out, |out| experts::add_gated(&self.cpu, x, packed(gate), logits, shared, out))
-                })?
-            })?
+    fn add_gated(&self, gates: &Tensor, shared: &Tensor, out: &Tensor) -> Result<()> {
+        rows(gates, |gates| {
+            rows(shared, |shared| rows_mut(out, |out| experts::add_gated(&self.cpu, gates, shared, out)))?
         })?
     }
 

@@ -122,19 +122,16 @@ impl Ops {
         self.0.combine(expert_out, routing, out)
     }
 
-    /// `out += sigmoid(gate x) * shared` by row: the shared expert of Qwen2-MoE. `x` is `[rows, hidden]`, `gate`
-    /// `[1, hidden]`, `shared` and `out` are `[rows, width]`; `logits` (`[rows, 1]`) becomes `gate x`, in float32
-    /// without rounding the factors.
+    /// `out += sigmoid(gates) * shared`, with one gate for each row: the shared expert of Qwen2-MoE. `gates` is
+    /// `[rows, 1]`, `shared` and `out` are `[rows, width]`.
     ///
     /// # Panics
     /// If shapes do not agree.
-    pub fn add_gated(&self, x: &Tensor, gate: &Matrix, logits: &Tensor, shared: &Tensor, out: &Tensor) -> Result<()> {
-        let rows = out.dim(0)?;
-        assert_eq!((x.dims2()?, gate.n()), ((rows, gate.k()), 1), "rows and width of the gate's input");
-        assert_eq!(logits.dims2()?, (rows, 1), "rows and width of the gate's logits");
+    pub fn add_gated(&self, gates: &Tensor, shared: &Tensor, out: &Tensor) -> Result<()> {
+        assert_eq!(gates.dims2()?, (out.dim(0)?, 1), "rows and width of the gates");
         assert_eq!(shared.dims2()?, out.dims2()?, "rows and width of the shared expert");
         let _span = trace_span!("add_gated").entered();
-        self.0.add_gated(x, gate, logits, shared, out)
+        self.0.add_gated(gates, shared, out)
     }
 }
 

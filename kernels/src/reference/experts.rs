@@ -133,10 +133,10 @@ pub(crate) fn combine(
     }
 }
 
-/// `out += sigmoid(gate x) * shared`.
-pub(crate) fn add_gated(x: Rows<'_>, gate: &RowMajor, shared: Rows<'_>, mut out: RowsMut<'_>) {
-    for i in 0..x.rows() {
-        let weight = sigmoid(dot(x.row(i), gate.row(0)));
+/// `out += sigmoid(gates) * shared`, with one gate for each row.
+pub(crate) fn add_gated(gates: Rows<'_>, shared: Rows<'_>, mut out: RowsMut<'_>) {
+    for i in 0..gates.rows() {
+        let weight = sigmoid(f64::from(gates.row(i)[0]));
         for (out, shared) in out.row_mut(i).iter_mut().zip(shared.row(i)) {
             *out = (f64::from(*out) + weight * f64::from(*shared)) as f32;
         }

@@ -247,8 +247,8 @@ impl OpsImpl for ReferenceOps {
         })?
     }
 
-    fn add_gated(&self, x: &Tensor, gate: &Matrix, _: &Tensor, shared: &Tensor, out: &Tensor) -> Result<()> {
-        rows(x, |x| rows(shared, |shared| rows_mut(out, |out| experts::add_gated(x, gate.storage(), shared, out)))?)?
+    fn add_gated(&self, gates: &Tensor, shared: &Tensor, out: &Tensor) -> Result<()> {
+        rows(gates, |gates| rows(shared, |shared| rows_mut(out, |out| experts::add_gated(gates, shared, out)))?)?
     }
 
     fn store_rows(&self, w: &mut Matrix, rows: Range<usize>, read: &ReadRows<'_>) -> Result<()> {

@@ -243,20 +243,18 @@ fn widths_of_half_panels_pass_through_gate_up_and_others_are_refused() {
 #[test]
 fn gated_shared_experts_are_those_of_the_reference() {
     let reference = reference();
-    for (seed, (rows, hidden, width)) in [(1, 1, 1), (3, 35, 20), (9, 1024, 1024)].into_iter().enumerate() {
+    for (seed, (rows, width)) in [(1, 1), (3, 20), (9, 1024)].into_iter().enumerate() {
         let mut random = Random::new(seed as u64);
-        let (x, gate) = (random.normals(rows * hidden, 1.0), random.normals(hidden, 0.1));
-        let [shared, old] = [0.5, 2.0].map(|deviation| random.normals(rows * width, deviation));
-        let dtype = DTYPES[seed % 2];
+        let (gates, shared) = (random.normals(rows, 2.0), random.normals(rows * width, 0.5));
+        let old = random.normals(rows * width, 2.0);
         let run = |rank: &Rank| {
-            let (gate, logits) = (matrix(rank, dtype, hidden, &gate), rank.zeros(rows, 1));
             let [shared, out] = [&shared, &old].map(|values| rank.tensor(values, rows, width));
-            rank.ops.add_gated(&rank.tensor(&x, rows, hidden), &gate, &logits, &shared, &out).unwrap();
+            rank.ops.add_gated(&rank.tensor(&gates, rows, 1), &shared, &out).unwrap();
             values_of(&out)
         };
         let expected = run(&reference);
         for rank in with_experts() {
-            run(&rank).iter().zip(&expected).for_each(|(found, expected)| close(*found, *expected, 2e-6, rank.name()));
+            run(&rank).iter().zip(&expected).for_each(|(found, expected)| close(*found, *expected, 1e-6, rank.name()));
         }
     }
 }

@@ -4,8 +4,6 @@ use std::ops::Range;
 
 use super::super::isa::Kernel;
 use super::super::lanes::{LANES, Lanes};
-use super::super::linear::linear_unrounded;
-use super::super::packed::PackedMatrix;
 use super::super::pool::Cpu;
 use super::super::rows::{Rows, RowsMut};
 use super::route::sigmoid;
@@ -103,33 +101,25 @@ fn lanes_at<L: Lanes>(values: &[f32], block: usize) -> L {
     }
 }
 
-/// `out += sigmoid(gate x) * shared`, row by row; `logits` becomes `gate x`.
+/// `out += sigmoid(gates) * shared`, row by row, with one gate for each.
 ///
 /// # Panics
 /// If shapes do not agree.
-pub fn add_gated(
-    cpu: &Cpu,
-    x: Rows<'_>,
-    gate: &PackedMatrix,
-    mut logits: RowsMut<'_>,
-    shared: Rows<'_>,
-    out: RowsMut<'_>,
-) {
+pub fn add_gated(cpu: &Cpu, gates: Rows<'_>, shared: Rows<'_>, out: RowsMut<'_>) {
+    assert_eq!((gates.rows(), gates.width()), (out.rows(), 1), "rows and width of the gates");
     assert_eq!((shared.rows(), shared.width()), (out.rows(), out.width()), "rows and width of the shared expert");
-    assert_eq!((out.rows(), gate.n()), (x.rows(), 1), "rows of the output and of the gate");
-    linear_unrounded(cpu, x, gate, logits.reborrow());
-    let (logits, out) = (logits.share(), out.share());
+    let out = out.share();
     cpu.for_ranges(shared.rows(), 2 * shared.width(), |from, to| {
         for i in from..to {
             // SAFETY: each row is in one range.
-            let (logit, out) = unsafe { (logits.row(i), out.row(i)) };
-            cpu.isa().dispatch(AddGated { logit: logit[0], shared: shared.row(i), out });
+            let out = unsafe { out.row(i) };
+            cpu.isa().dispatch(AddGated { gate: gates.row(i)[0], shared: shared.row(i), out });
         }
     });
 }
 
 struct AddGated<'a> {
-    logit: f32,
+    gate: f32,
     shared: &'a [f32],
     out: &'a mut [f32],
 }
@@ -139,7 +129,7 @@ impl Kernel for AddGated<'_> {
 
     #[inline(always)]
     fn run<L: Lanes>(self) {
-        let weight = sigmoid(L::splat(self.logit)).to_array()[0];
+        let weight = sigmoid(L::splat(self.gate)).to_array()[0];
         for (out, shared) in self.out.iter_mut().zip(self.shared) {
             *out += weight * shared;
         }

@@ -192,7 +192,6 @@ fn logits_that_are_not_finite_make_the_weights_of_their_row_nan_and_no_others() 
     for seed in 0..10 {
         let mut random = Random::new(seed);
         let mut case = Case::new(&mut random, 9, 12, 3);
-        let (experts, weights) = case.route(&Cpu::new(1), &case.x, None);
         for (row, value) in [f32::NAN, f32::INFINITY, f32::NEG_INFINITY, f32::MAX].into_iter().enumerate() {
             case.x[2 * row * case.hidden + random.below(case.hidden)] = value;
         }
@@ -218,7 +217,6 @@ fn logits_that_are_not_finite_make_the_weights_of_their_row_nan_and_no_others() 
                 }
             }
         }
-        assert!(experts.iter().all(|expert| *expert < 12) && weights.iter().all(|weight| weight.is_finite()));
     }
 }
 
@@ -377,31 +375,20 @@ fn combined_rows_are_those_of_the_reference() {
 #[test]
 fn a_gated_shared_expert_is_the_reference_and_the_same_bits_on_every_isa() {
     let mut random = Random::new(6);
-    for (rows, hidden, dtype) in [(1, 1, StorageDtype::F32), (3, 35, StorageDtype::Bf16), (40, 1024, StorageDtype::F32)]
-    {
-        let [x, shared, old] = [1.0, 0.5, 2.0].map(|deviation| random.normals(rows * hidden, deviation));
-        let gate = random.normals(hidden, 0.1);
+    for (rows, width) in [(1, 1), (3, 35), (40, 1024)] {
+        let (gates, shared) = (random.normals(rows, 2.0), random.normals(rows * width, 0.5));
+        let old = random.normals(rows * width, 2.0);
         let mut expected = old.clone();
-        let rows_of = |values| Rows::dense(values, hidden);
-        let reference_gate = row_major(dtype, hidden, &gate);
-        reference::add_gated(rows_of(&x), &reference_gate, rows_of(&shared), RowsMut::dense(&mut expected, hidden));
-        let gate = pack(dtype, hidden, &gate);
-        let run = |cpu: &Cpu, rows: std::ops::Range<usize>| {
-            let part = rows.start * hidden..rows.end * hidden;
-            let (mut logits, mut out) = (vec![f32::NAN; rows.len()], old[part.clone()].to_vec());
-            let views = (RowsMut::dense(&mut logits, 1), RowsMut::dense(&mut out, hidden));
-            add_gated(cpu, rows_of(&x[part.clone()]), &gate, views.0, rows_of(&shared[part]), views.1);
-            out
-        };
-        let first = run(&Cpu::new(1), 0..rows);
+        let (gates, shared) = (Rows::dense(&gates, 1), Rows::dense(&shared, width));
+        reference::add_gated(gates, shared, RowsMut::dense(&mut expected, width));
+        let mut first: Option<Vec<u32>> = None;
         for (isa, threads) in Isa::all().into_iter().zip([3, 1, 2].into_iter().cycle()) {
-            let cpu = Cpu::with_isa(threads, isa);
-            let out = run(&cpu, 0..rows);
+            let mut out = old.clone();
+            add_gated(&Cpu::with_isa(threads, isa), gates, shared, RowsMut::dense(&mut out, width));
             for (y, expected) in out.iter().zip(&expected) {
-                close(*y, f64::from(*expected), 2e-6, isa.name());
+                close(*y, f64::from(*expected), 1e-6, isa.name());
             }
-            assert_eq!(bits(&out), bits(&first), "{}", isa.name());
-            assert_eq!(bits(&run(&cpu, rows - 1..rows)), bits(&out[(rows - 1) * hidden..]), "{}", isa.name());
+            assert_eq!(first.get_or_insert(bits(&out)), &bits(&out), "{}", isa.name());
         }
     }
 }
