@@ -188,6 +188,7 @@ proto: setup ## after a change in proto/: the descriptors of the Python client
 fixtures: $(TRAINERS)/.installed ## make tests/fixtures again, with transformers and PEFT in .venv-trainers
 	$(TRAINERS)/bin/python tests/fixtures/make_fixtures.py
 	$(TRAINERS)/bin/python tests/fixtures/make_expert_fixtures.py
+	$(TRAINERS)/bin/python tests/fixtures/make_qwen_v1_fixtures.py
 	$(TRAINERS)/bin/python tests/fixtures/make_peft_fixtures.py
 	$(TRAINERS)/bin/python tests/fixtures/make_vision_fixtures.py
 	$(TRAINERS)/bin/python tests/fixtures/make_internvl_fixtures.py
