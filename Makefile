@@ -190,6 +190,7 @@ fixtures: $(TRAINERS)/.installed ## make tests/fixtures again, with transformers
 	$(TRAINERS)/bin/python tests/fixtures/make_expert_fixtures.py
 	$(TRAINERS)/bin/python tests/fixtures/make_qwen_v1_fixtures.py
 	$(TRAINERS)/bin/python tests/fixtures/make_peft_fixtures.py
+	$(TRAINERS)/bin/python tests/fixtures/make_expert_peft_fixtures.py
 	$(TRAINERS)/bin/python tests/fixtures/make_vision_fixtures.py
 	$(TRAINERS)/bin/python tests/fixtures/make_internvl_fixtures.py
 	$(TRAINERS)/bin/python tests/fixtures/make_pixels.py
