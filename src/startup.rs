@@ -254,11 +254,13 @@ impl Layout {
         let dtype = if is_float32 { StorageDtype::F32 } else { StorageDtype::Bf16 };
         let (weights, kv) = (dtype, dtype);
         let devices = open_devices(config)?;
-        let shape = ModelShape { head_dim: model.head_dim, block_size: config.block_size, weights, kv };
+        let experts = model.experts.as_ref().map(|experts| [model.hidden_size, experts.intermediate_size]);
+        let (head_dim, block_size) = (model.head_dim, config.block_size);
+        let shape = ModelShape { head_dim, block_size, weights, kv, experts };
         devices.iter().try_for_each(|device| device.check(&shape))?;
         let vision = model.vision.as_ref().filter(|_| config.limit_mm_per_prompt.0 > 0);
         if let Some(vision) = vision {
-            let tower = ModelShape { head_dim: vision.head_dim(), ..shape };
+            let tower = ModelShape { head_dim: vision.head_dim(), experts: None, ..shape };
             devices.iter().try_for_each(|device| device.check(&tower))?;
         }
         let longest = model.max_position_embeddings;

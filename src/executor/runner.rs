@@ -4,7 +4,7 @@ use std::collections::HashSet;
 use std::ops::Range;
 
 use candle_core::Tensor;
-use rollout_kernels::{KvCache, Ops, Padding, Sampled, SampledTokens};
+use rollout_kernels::{KvCache, Ops, Padding, Routing, Sampled, SampledTokens};
 use tracing::trace_span;
 
 use super::adapters::ResidentAdapters;
@@ -15,7 +15,7 @@ use crate::comm::Communicator;
 use crate::error::{Result, panic_message};
 use crate::model::{
     AdapterDeltas, Decoder, ForwardContext, LOGITS_ROWS, PlacedEmbeddings, TowerShape, TowerWorkspace, Workspace,
-    WorkspaceShape,
+    WorkspaceShape, routing,
 };
 use crate::types::{LogitsRow, PictureEncode, StepOutput, StepPlan};
 use crate::weights::ShadowShard;
@@ -30,6 +30,8 @@ pub struct ModelRunner {
     workspace_shape: WorkspaceShape,
     /// `None` while it is released.
     workspace: Option<Workspace>,
+    /// `None` while it is released, and for a model without experts.
+    routing: Option<Routing>,
     /// `None` for a model of text alone.
     tower_shape: Option<TowerShape>,
     /// `None` while it is released, and for a model of text alone.
@@ -57,6 +59,7 @@ impl ModelRunner {
     ) -> Result<Self> {
         kv.iter_mut().try_for_each(KvCache::restore)?;
         let workspace = Some(Workspace::new(&workspace_shape)?);
+        let routing = routing(&workspace_shape)?;
         let tower = tower_shape.as_ref().map(TowerWorkspace::new).transpose()?;
         let comm = join()?;
         comm.restore()?;
@@ -67,6 +70,7 @@ impl ModelRunner {
             adapters: ResidentAdapters::new(workspace_shape.build.clone()),
             kv,
             workspace,
+            routing,
             workspace_shape,
             tower_shape,
             tower,
@@ -123,7 +127,7 @@ impl ModelRunner {
 
         let mut sampled = Vec::new();
         self.ops.capture_or_replay(&step, &*self.comm, || {
-            decoder.forward(&context, &mut self.kv)?;
+            decoder.forward(&context, &mut self.kv, &mut self.routing)?;
             match is_in_graph {
                 true => head.answer(|logits, rows| Ok(self.ops.sample_in_graph(logits, &step, rows)?)),
                 false => Ok(()),
@@ -230,6 +234,7 @@ impl ModelRunner {
             MemoryKind::KvCache => self.kv.iter_mut().for_each(KvCache::release),
             MemoryKind::Workspace => {
                 self.workspace = None;
+                self.routing = None;
                 self.tower = None;
                 self.batch = FlatBatch::default();
                 self.adapters.release_buffers();
@@ -257,6 +262,7 @@ impl ModelRunner {
             MemoryKind::KvCache => self.kv.iter_mut().try_for_each(KvCache::restore)?,
             MemoryKind::Workspace => {
                 self.workspace = Some(Workspace::new(&self.workspace_shape)?);
+                self.routing = routing(&self.workspace_shape)?;
                 self.tower = self.tower_shape.as_ref().map(TowerWorkspace::new).transpose()?;
                 self.comm.restore()?;
                 self.adapters.restore_buffers(&self.weights.shapes().decoder)?;

@@ -1,6 +1,7 @@
 //! A model's configuration, parsed once from `config.json` and valid from then on.
 
 mod decoder;
+mod experts;
 mod internvl;
 mod qwen2_5_vl;
 mod rope;
@@ -16,6 +17,7 @@ use crate::types::TokenId;
 use crate::weights::{Dtype, ModelFiles, head_range, padded_share};
 
 use decoder::{DecoderKind, LayerFields};
+pub use experts::ExpertsConfig;
 pub use rope::{RopeConfig, RopeScaling};
 pub use vision::{TowerKind, VisionConfig};
 
@@ -58,6 +60,8 @@ pub struct ModelConfig {
     pub bos_token_id: Option<TokenId>,
     /// Element type the configuration names; `None` if it names none (GGUF).
     pub dtype: Option<Dtype>,
+    /// The mixtures of experts; `None` if all layers have a dense feed-forward block.
+    pub experts: Option<ExpertsConfig>,
     /// The vision tower; `None` for a model of text alone.
     pub vision: Option<VisionConfig>,
 }
@@ -72,6 +76,9 @@ pub enum Architecture {
     SmolLm3,
     /// Phi-3, and Phi-4 of 14 billion parameters.
     Phi3,
+    Qwen2Moe,
+    Qwen3Moe,
+    Mixtral,
     Qwen25Vl,
     /// InternVL3 as transformers has it.
     InternVl,
@@ -79,13 +86,16 @@ pub enum Architecture {
     InternVlChat,
 }
 
-const ARCHITECTURES: [(&str, Architecture); 9] = [
+const ARCHITECTURES: [(&str, Architecture); 12] = [
     ("LlamaForCausalLM", Architecture::Llama),
     ("Qwen2ForCausalLM", Architecture::Qwen2),
     ("Qwen3ForCausalLM", Architecture::Qwen3),
     ("MistralForCausalLM", Architecture::Mistral),
     ("SmolLM3ForCausalLM", Architecture::SmolLm3),
     ("Phi3ForCausalLM", Architecture::Phi3),
+    ("Qwen2MoeForCausalLM", Architecture::Qwen2Moe),
+    ("Qwen3MoeForCausalLM", Architecture::Qwen3Moe),
+    ("MixtralForCausalLM", Architecture::Mixtral),
     ("Qwen2_5_VLForConditionalGeneration", Architecture::Qwen25Vl),
     ("InternVLForConditionalGeneration", Architecture::InternVl),
     ("InternVLChatModel", Architecture::InternVlChat),
@@ -96,9 +106,7 @@ const OF_WHOLE_MODEL: [&str; 6] =
     ["architectures", "bos_token_id", "dtype", "eos_token_id", "quantization_config", "torch_dtype"];
 
 /// Settings of related architectures that change the result. Where one is set, serving without it would be wrong.
-const UNSUPPORTED: [&str; 9] = [
-    "num_experts",
-    "num_local_experts",
+const UNSUPPORTED: [&str; 7] = [
     "attn_logit_softcapping",
     "final_logit_softcapping",
     "logits_scaling",
@@ -172,21 +180,26 @@ impl ModelConfig {
             max_position_embeddings: raw.max_position_embeddings,
             tie_word_embeddings: raw.tie_word_embeddings.unwrap_or(decoder == DecoderKind::SmolLm3),
             qkv_bias: match decoder {
-                DecoderKind::Qwen2 => true,
-                DecoderKind::Llama | DecoderKind::Qwen3 | DecoderKind::SmolLm3 => attention_bias,
-                DecoderKind::Mistral | DecoderKind::Phi3 => false,
+                DecoderKind::Qwen2 => raw.qkv_bias.unwrap_or(true),
+                DecoderKind::Llama | DecoderKind::Qwen3 | DecoderKind::Qwen3Moe | DecoderKind::SmolLm3 => {
+                    attention_bias
+                }
+                DecoderKind::Mistral | DecoderKind::Mixtral | DecoderKind::Phi3 => false,
             },
             o_bias: match decoder {
-                DecoderKind::Llama | DecoderKind::Qwen3 | DecoderKind::SmolLm3 => attention_bias,
-                DecoderKind::Qwen2 | DecoderKind::Mistral | DecoderKind::Phi3 => false,
+                DecoderKind::Llama | DecoderKind::Qwen3 | DecoderKind::Qwen3Moe | DecoderKind::SmolLm3 => {
+                    attention_bias
+                }
+                DecoderKind::Qwen2 | DecoderKind::Mistral | DecoderKind::Mixtral | DecoderKind::Phi3 => false,
             },
             mlp_bias: matches!(decoder, DecoderKind::Llama | DecoderKind::SmolLm3) && raw.mlp_bias.unwrap_or(false),
-            qk_norm: decoder == DecoderKind::Qwen3,
+            qk_norm: matches!(decoder, DecoderKind::Qwen3 | DecoderKind::Qwen3Moe),
             has_rope: layers.has_rope(decoder)?,
             sliding_window: layers.sliding_windows(config, decoder)?,
             eos_token_ids: generation.eos_token_id.or(raw.tokens.eos_token_id).map_or_else(Vec::new, OneOrMany::sorted),
             bos_token_id: generation.bos_token_id.or(raw.tokens.bos_token_id),
             dtype: dtype(raw.dtype.or(raw.torch_dtype).as_deref())?,
+            experts: ExpertsConfig::parse((name, architecture), config, raw.num_hidden_layers)?,
             vision: vision(architecture, whole, preprocessor_config, (raw.hidden_size, raw.vocab_size))?,
         };
         this.check_shapes()?;
@@ -204,6 +217,19 @@ impl ModelConfig {
         if self.rope.sections.is_empty() { 1 } else { self.rope.sections.len() }
     }
 
+    /// The widths of the dense feed-forward blocks and of the shared expert.
+    fn mlp_widths(&self) -> impl Iterator<Item = usize> {
+        let experts = self.experts.as_ref();
+        let has_dense = experts.is_none_or(|experts| experts.layers.contains(&false));
+        let dense = has_dense.then_some(self.intermediate_size);
+        dense.into_iter().chain(experts.and_then(|experts| experts.shared_intermediate_size))
+    }
+
+    /// The largest width of a dense feed-forward block or of the shared expert; 0 if there are none.
+    pub fn widest_mlp(&self) -> usize {
+        self.mlp_widths().max().unwrap_or(0)
+    }
+
     /// Numbers of tensor-parallel ranks that divide this model and may be asked for, ascending.
     pub fn tensor_parallel_sizes(&self) -> Vec<usize> {
         (1..=self.num_heads.min(MAX_RANKS)).filter(|&world| self.tensor_parallel_obstacle(world).is_none()).collect()
@@ -218,10 +244,11 @@ impl ModelConfig {
     }
 
     fn tensor_parallel_obstacle(&self, world: usize) -> Option<String> {
-        let even = [("attention heads", self.num_heads), ("intermediate features", self.intermediate_size)];
-        let of_tower = self.vision.as_ref().map(|vision| ("attention heads of the vision tower", vision.num_heads));
-        if let Some((what, n)) = even.into_iter().chain(of_tower).find(|(_, n)| world == 0 || !n.is_multiple_of(world))
-        {
+        let mut even = vec![("attention heads", self.num_heads)];
+        even.extend(self.mlp_widths().map(|width| ("intermediate features", width)));
+        even.extend(self.experts.as_ref().map(|experts| ("groups of experts", experts.groups())));
+        even.extend(self.vision.as_ref().map(|vision| ("attention heads of the vision tower", vision.num_heads)));
+        if let Some((what, n)) = even.into_iter().find(|(_, n)| world == 0 || !n.is_multiple_of(world)) {
             return Some(format!("{n} {what}: it must divide them"));
         }
         let vocabulary = self.vocab_size;
@@ -295,6 +322,7 @@ struct RawConfig {
     max_position_embeddings: usize,
     tie_word_embeddings: Option<bool>,
     attention_bias: Option<bool>,
+    qkv_bias: Option<bool>,
     mlp_bias: Option<bool>,
     dtype: Option<String>,
     torch_dtype: Option<String>,
@@ -370,6 +398,9 @@ fn decoder(architecture: Architecture, config: &serde_json::Value) -> Result<Dec
         Architecture::Mistral => DecoderKind::Mistral,
         Architecture::SmolLm3 => DecoderKind::SmolLm3,
         Architecture::Phi3 => DecoderKind::Phi3,
+        Architecture::Qwen2Moe => DecoderKind::Qwen2,
+        Architecture::Qwen3Moe => DecoderKind::Qwen3Moe,
+        Architecture::Mixtral => DecoderKind::Mixtral,
         Architecture::InternVl | Architecture::InternVlChat => match model_type {
             "qwen2" => DecoderKind::Qwen2,
             "qwen3" => DecoderKind::Qwen3,
@@ -394,12 +425,7 @@ fn vision(
         Architecture::Qwen25Vl => qwen2_5_vl::parse(config, preprocessor, decoder)?,
         Architecture::InternVl => internvl::parse(config, preprocessor, decoder)?,
         Architecture::InternVlChat => internvl::parse_chat(config, decoder)?,
-        Architecture::Llama
-        | Architecture::Qwen2
-        | Architecture::Qwen3
-        | Architecture::Mistral
-        | Architecture::SmolLm3
-        | Architecture::Phi3 => return Ok(None),
+        _ => return Ok(None),
     };
     vision.check()?;
     Ok(Some(vision))

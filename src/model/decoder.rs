@@ -1,14 +1,14 @@
-//! The decoder: one implementation for all families (Llama, Qwen2, Qwen3, Mistral, SmolLM3, Phi-3), which differ by
-//! configuration only.
+//! The decoder: one implementation for all families, which differ by configuration only.
 
 use std::ops::Range;
 
 use candle_core::Tensor;
-use rollout_kernels::KvCache;
+use rollout_kernels::{DeviceBuffer, KvCache, Routing};
 
 use super::attention::Attention;
 use super::config::ModelConfig;
 use super::context::ForwardContext;
+use super::experts::Experts;
 use super::layers::{Build, Norm, VocabularyMatrix};
 use super::mlp::Mlp;
 use super::parameterized::Parameterized;
@@ -18,8 +18,15 @@ use crate::error::Result;
 struct Layer {
     attention_norm: Norm,
     attention: Attention,
-    mlp_norm: Norm,
-    mlp: Mlp,
+    feed_forward_norm: Norm,
+    feed_forward: FeedForward,
+}
+
+/// The second block of a layer.
+enum FeedForward {
+    Dense(Mlp),
+    /// A mixture of experts.
+    Sparse(Experts),
 }
 
 /// This rank's part of a decoder.
@@ -53,8 +60,14 @@ impl Decoder {
     }
 
     /// Runs all layers over a batch and writes its KV. Leaves the final hidden state, normalised for
-    /// [`Decoder::logits`], in the workspace's `normed`, one row per token.
-    pub fn forward(&self, context: &ForwardContext<'_>, kv: &mut [KvCache]) -> Result<()> {
+    /// [`Decoder::logits`], in the workspace's `normed`, one row per token. `routing` is there if some layers have
+    /// experts.
+    pub fn forward(
+        &self,
+        context: &ForwardContext<'_>,
+        kv: &mut [KvCache],
+        routing: &mut Option<Routing>,
+    ) -> Result<()> {
         let ForwardContext { ops, comm, step, .. } = *context;
         let workspace = &context.workspace.rows(step.rows())?;
         let context = &ForwardContext { workspace, ..*context };
@@ -65,10 +78,10 @@ impl Decoder {
         self.layers[0].attention_norm.forward(ops, &w.hidden, &w.normed)?;
         for (i, (layer, kv)) in self.layers.iter().zip(kv).enumerate() {
             layer.attention.forward(context, &self.rope, kv)?;
-            layer.mlp_norm.add_forward(ops, &w.hidden, &w.delta, layer.attention.bias(), &w.normed)?;
-            layer.mlp.forward(context)?;
+            layer.feed_forward_norm.add_forward(ops, &w.hidden, &w.delta, layer.attention.bias(), &w.normed)?;
+            layer.feed_forward.forward(context, routing)?;
             let next_norm = self.layers.get(i + 1).map_or(&self.norm, |next| &next.attention_norm);
-            next_norm.add_forward(ops, &w.hidden, &w.delta, layer.mlp.bias(), &w.normed)?;
+            next_norm.add_forward(ops, &w.hidden, &w.delta, layer.feed_forward.bias(), &w.normed)?;
         }
         Ok(())
     }
@@ -119,18 +132,62 @@ impl Layer {
         Ok(Self {
             attention_norm: norm("input_layernorm")?,
             attention: Attention::new(config, build, index)?,
-            mlp_norm: norm("post_attention_layernorm")?,
-            mlp: Mlp::new(config, build, index)?,
+            feed_forward_norm: norm("post_attention_layernorm")?,
+            feed_forward: FeedForward::new(config, build, index)?,
         })
     }
 }
 
 impl Parameterized for Layer {
     fn parts(&self) -> Vec<&dyn Parameterized> {
-        vec![&self.attention_norm, &self.attention, &self.mlp_norm, &self.mlp]
+        vec![&self.attention_norm, &self.attention, &self.feed_forward_norm, self.feed_forward.part()]
     }
 
     fn parts_mut(&mut self) -> Vec<&mut dyn Parameterized> {
-        vec![&mut self.attention_norm, &mut self.attention, &mut self.mlp_norm, &mut self.mlp]
+        let Self { attention_norm, attention, feed_forward_norm, feed_forward } = self;
+        vec![attention_norm, attention, feed_forward_norm, feed_forward.part_mut()]
+    }
+}
+
+impl FeedForward {
+    fn new(config: &ModelConfig, build: &Build, layer: usize) -> Result<Self> {
+        if let Some(experts) = config.experts.as_ref().filter(|experts| experts.layers[layer]) {
+            return Experts::new(config, experts, build, layer).map(Self::Sparse);
+        }
+        let name = format!("model.layers.{layer}.mlp");
+        Mlp::new(build, &name, config.hidden_size, config.intermediate_size, config.mlp_bias).map(Self::Dense)
+    }
+
+    /// Reads the workspace's `normed` and leaves the block's term of the residual stream in `delta`, without
+    /// [`FeedForward::bias`].
+    fn forward(&self, context: &ForwardContext<'_>, routing: &mut Option<Routing>) -> Result<()> {
+        match self {
+            Self::Dense(mlp) => mlp.forward(context, &context.workspace.step.delta),
+            Self::Sparse(experts) => {
+                experts.forward(context, routing.as_mut().expect("a model with experts has a routing"))
+            }
+        }
+    }
+
+    /// The bias of the block's output.
+    fn bias(&self) -> Option<&DeviceBuffer> {
+        match self {
+            Self::Dense(mlp) => mlp.bias(),
+            Self::Sparse(_) => None,
+        }
+    }
+
+    fn part(&self) -> &dyn Parameterized {
+        match self {
+            Self::Dense(mlp) => mlp,
+            Self::Sparse(experts) => experts,
+        }
+    }
+
+    fn part_mut(&mut self) -> &mut dyn Parameterized {
+        match self {
+            Self::Dense(mlp) => mlp,
+            Self::Sparse(experts) => experts,
+        }
     }
 }

@@ -109,6 +109,10 @@ impl Linear {
         Ok(ops.linear(x, &self.weight, None, out)?)
     }
 
+    pub fn weight(&self) -> &Matrix {
+        &self.weight
+    }
+
     pub fn bias(&self) -> Option<&DeviceBuffer> {
         self.bias.as_ref()
     }

@@ -5,6 +5,7 @@ mod attention;
 pub mod config;
 mod context;
 mod decoder;
+mod experts;
 mod layers;
 mod mlp;
 mod parameterized;
@@ -25,7 +26,7 @@ pub use decoder::Decoder;
 pub use layers::Build;
 pub use parameterized::{ParamSlot, Parameterized};
 pub use tower::{Tower, TowerShape, TowerWorkspace};
-pub use workspace::{LOGITS_ROWS, Workspace, WorkspaceShape, kv_bytes_per_block, kv_caches};
+pub use workspace::{LOGITS_ROWS, Workspace, WorkspaceShape, kv_bytes_per_block, kv_caches, routing};
 
 /// This rank's part of a model.
 pub struct Model {

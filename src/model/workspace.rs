@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use candle_core::{Result, Tensor};
-use rollout_kernels::{Activations, KvCache, KvLayout, StorageDtype};
+use rollout_kernels::{Activations, DeviceError, KvCache, KvLayout, Routing, RoutingShape, StorageDtype};
 
 use super::config::ModelConfig;
 use super::layers::{Build, HeadDims};
@@ -11,6 +11,10 @@ use super::layers::{Build, HeadDims};
 /// Rows of logits that are computed at once. More rows read the head's weights fewer times, and each takes 0.6 MB at a
 /// vocabulary of 152k: 64 rows stay below 40 MB.
 pub const LOGITS_ROWS: usize = 64;
+
+/// Rows of a step whose experts are computed at once. More rows read the experts' weights fewer times, and each takes
+/// buffers of several experts.
+pub const EXPERT_ROWS: usize = 512;
 
 /// The values that determine the size of a rank's workspace.
 #[derive(Clone)]
@@ -45,11 +49,31 @@ pub struct HeadBuffers<T> {
     gathered_logits: Option<T>,
 }
 
+/// The activations of mixtures of experts, float32. `ExpertBuffers<Rows>` is their plan.
+#[derive(Clone)]
+pub struct ExpertBuffers<T> {
+    /// The router's, one row per token.
+    pub logits: T,
+    /// The factor of the shared expert's output, before the sigmoid; one column.
+    pub shared_gate: T,
+    /// The shared expert's output, one row per token.
+    pub shared: T,
+    /// One row per pair of a token and an expert of this rank, of at most [`EXPERT_ROWS`] tokens; so are those below.
+    pub gate_up: T,
+    pub activation: T,
+    pub output: T,
+}
+
+/// Rows and width of a buffer.
+type Extent = (usize, usize);
+
 /// A rank's activations: [`StepBuffers`] of `max_batch_tokens` rows and [`HeadBuffers`] of [`LOGITS_ROWS`] rows.
 #[derive(Clone)]
 pub struct Workspace {
     pub step: StepBuffers<Tensor>,
     head: HeadBuffers<Tensor>,
+    /// `None` for a model without experts.
+    experts: Option<ExpertBuffers<Tensor>>,
     /// The buffers that the tensors are views of. The device's memory is freed with the last clone.
     _memory: Arc<[Activations]>,
 }
@@ -57,7 +81,7 @@ pub struct Workspace {
 impl StepBuffers<usize> {
     fn plan(config: &ModelConfig, build: &Build) -> Self {
         let HeadDims { heads, kv_heads, head_dim } = HeadDims::local(config, build);
-        let (hidden, intermediate) = (config.hidden_size, build.partition.share(config.intermediate_size));
+        let (hidden, intermediate) = (config.hidden_size, build.partition.share(config.widest_mlp()));
         Self {
             hidden,
             normed: hidden,
@@ -126,6 +150,46 @@ impl<T> HeadBuffers<T> {
     }
 }
 
+impl ExpertBuffers<Extent> {
+    /// `None` for a model without experts.
+    fn plan(config: &ModelConfig, build: &Build, max_batch_tokens: usize) -> Option<Self> {
+        let experts = config.experts.as_ref()?;
+        let shape = routing_shape(config, build, max_batch_tokens)?;
+        let (hidden, width) = (config.hidden_size, experts.intermediate_size);
+        let pairs = shape.most_pairs(max_batch_tokens.min(EXPERT_ROWS));
+        let shared_rows = if experts.shared_intermediate_size.is_some() { max_batch_tokens } else { 0 };
+        Some(Self {
+            logits: (max_batch_tokens, experts.count),
+            shared_gate: (shared_rows, 1),
+            shared: (shared_rows, hidden),
+            gate_up: (pairs, 2 * width),
+            activation: (pairs, width),
+            output: (pairs, hidden),
+        })
+    }
+
+    /// Elements of all buffers together, and of the packed copy of an input.
+    fn elements(&self) -> usize {
+        let Self { logits, shared_gate, shared, gate_up, activation, output } = self;
+        let buffers = [logits, shared_gate, shared, gate_up, activation, output];
+        let packed = output.0 * activation.1.max(output.1);
+        buffers.into_iter().map(|(rows, width)| rows * width).sum::<usize>() + packed
+    }
+}
+
+impl<T> ExpertBuffers<T> {
+    fn map<U>(&self, mut make: impl FnMut(&T) -> Result<U>) -> Result<ExpertBuffers<U>> {
+        Ok(ExpertBuffers {
+            logits: make(&self.logits)?,
+            shared_gate: make(&self.shared_gate)?,
+            shared: make(&self.shared)?,
+            gate_up: make(&self.gate_up)?,
+            activation: make(&self.activation)?,
+            output: make(&self.output)?,
+        })
+    }
+}
+
 impl Workspace {
     pub fn new(shape: &WorkspaceShape) -> Result<Self> {
         let WorkspaceShape { config, build, max_batch_tokens } = shape;
@@ -138,7 +202,9 @@ impl Workspace {
         };
         let head = HeadBuffers::plan(config, build).map(|&width| make(LOGITS_ROWS, width))?;
         let step = StepBuffers::plan(config, build).map(|&width| make(*max_batch_tokens, width))?;
-        Ok(Self { step, head, _memory: memory.into() })
+        let experts = ExpertBuffers::plan(config, build, *max_batch_tokens);
+        let experts = experts.map(|plan| plan.map(|&(rows, width)| make(rows, width))).transpose()?;
+        Ok(Self { step, head, experts, _memory: memory.into() })
     }
 
     /// Bytes that one rank's workspace takes, with the packed copy of its input that a linear layer's kernel makes, and
@@ -146,20 +212,58 @@ impl Workspace {
     pub fn bytes(config: &ModelConfig, build: &Build, max_batch_tokens: usize) -> u64 {
         let (step, head) = (StepBuffers::plan(config, build), HeadBuffers::plan(config, build));
         let values = max_batch_tokens * (step.width() + step.widest_input()) + LOGITS_ROWS * head.width();
+        let experts = ExpertBuffers::plan(config, build, max_batch_tokens).map_or(0, |plan| plan.elements());
+        let routing = routing_shape(config, build, max_batch_tokens).map_or(0, |shape| shape.bytes());
         let exchanged = if build.partition.is_whole() { 0 } else { build.device.exchange_bytes() };
-        (size_of::<f32>() * values + exchanged) as u64
+        (size_of::<f32>() * (values + experts) + routing + exchanged) as u64
     }
 
     /// The first `rows` rows of the step's buffers.
     pub fn rows(&self, rows: usize) -> Result<Self> {
         let step = self.step.map(|buffer| buffer.narrow(0, 0, rows))?;
-        Ok(Self { step, ..self.clone() })
+        let of_rows = |buffer: &Tensor| buffer.narrow(0, 0, rows.min(buffer.dim(0)?));
+        let experts = self.experts.as_ref().map(|experts| -> Result<_> {
+            let (logits, shared_gate) = (of_rows(&experts.logits)?, of_rows(&experts.shared_gate)?);
+            Ok(ExpertBuffers { logits, shared_gate, shared: of_rows(&experts.shared)?, ..experts.clone() })
+        });
+        Ok(Self { step, experts: experts.transpose()?, ..self.clone() })
+    }
+
+    /// The buffers of mixtures of experts.
+    ///
+    /// # Panics
+    /// If the model has no experts.
+    pub fn experts(&self) -> &ExpertBuffers<Tensor> {
+        self.experts.as_ref().expect("a model with experts has their buffers")
     }
 
     /// The first `rows` rows of the head's buffers.
     pub fn head_rows(&self, rows: usize) -> Result<HeadBuffers<Tensor>> {
         self.head.map(|buffer| buffer.narrow(0, 0, rows))
     }
+}
+
+/// The same memory as rows of `width` values, which the rows of `buffer` have at least.
+pub(super) fn with_width(buffer: &Tensor, width: usize) -> Result<Tensor> {
+    match buffer.dims2()? {
+        (_, full) if full == width => Ok(buffer.clone()),
+        (rows, _) => buffer.flatten_all()?.narrow(0, 0, rows * width)?.reshape((rows, width)),
+    }
+}
+
+/// Where the experts of a step's rows are written; `None` for a model without experts. All layers share it.
+///
+/// # Errors
+/// If the device has too little memory, or no operators for experts.
+pub fn routing(shape: &WorkspaceShape) -> std::result::Result<Option<Routing>, DeviceError> {
+    let WorkspaceShape { config, build, max_batch_tokens } = shape;
+    routing_shape(config, build, *max_batch_tokens).map(|shape| build.device.routing(shape)).transpose()
+}
+
+fn routing_shape(config: &ModelConfig, build: &Build, rows: usize) -> Option<RoutingShape> {
+    let experts = config.experts.as_ref()?;
+    let local = build.partition.even_range(experts.count);
+    Some(RoutingShape { rows, experts: experts.count, top_k: experts.top_k, local })
 }
 
 /// The paged KV caches of all layers, which have no memory until they are restored.

@@ -111,7 +111,7 @@ fn alone_is_in_a_batch_in_any_order() {
 
 #[test]
 fn whole_is_chunked_prefill() {
-    for model in ["mistral", "qwen3"] {
+    for model in ["mistral", "qwen3", "qwen3_moe", "qwen2_moe"] {
         on_engines(model, &["--max-batch-tokens", "7"], |engine, params, alone| {
             assert_eq!(&generate(engine, prompts(), 1, params).bits(), alone);
         });
@@ -296,6 +296,11 @@ fn tensor_parallel_is_one_rank() {
         ("qwen3", "4"),
         ("smollm3", "4"),
         ("phi3", "2"),
+        ("qwen3_moe", "2"),
+        ("qwen3_moe", "8"),
+        ("qwen3_moe_60", "4"),
+        ("qwen2_moe", "4"),
+        ("mixtral", "4"),
     ] {
         on_engines(model, &["--tp", tp], |engine, params, alone| {
             assert_eq!(&generate(engine, prompts(), 1, params).bits(), alone, "tp {tp}");
@@ -305,8 +310,9 @@ fn tensor_parallel_is_one_rank() {
 
 #[test]
 fn long_sequences_are_the_same_whole_in_chunks_and_scored() {
-    for (level, model) in
-        levels(orders()).into_iter().flat_map(|level| ["llama", "mistral", "qwen2"].map(|model| (level, model)))
+    for (level, model) in levels(orders())
+        .into_iter()
+        .flat_map(|level| ["llama", "mistral", "qwen2", "qwen3_moe"].map(|model| (level, model)))
     {
         println!("{model} {level:?}");
         let long = random_prompts(14, 4, 400..700, VOCAB);

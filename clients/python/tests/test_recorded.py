@@ -21,7 +21,7 @@ from rollout_client import SamplingParams
 from serving import FIXTURES, server
 
 RECORD = FIXTURES / "recorded.json"
-MODELS = ["llama", "llama-tied", "qwen2", "qwen3", "mistral", "smollm3", "phi3"]
+MODELS = ["llama", "llama-tied", "qwen2", "qwen3", "mistral", "smollm3", "phi3", "qwen3_moe", "qwen2_moe", "mixtral"]
 DTYPES = ["float32", "bfloat16"]
 RECORDS = {"avx512_bf16": "dots", "amx": "tiles"}
 RANK = 4

@@ -46,6 +46,8 @@ pub struct ModelShape {
     pub block_size: usize,
     pub weights: StorageDtype,
     pub kv: StorageDtype,
+    /// Hidden size, and width of an expert; `None` for a model without experts.
+    pub experts: Option<[usize; 2]>,
 }
 
 /// The device of one rank. [`Device`](crate::Device) and [`Devices`](crate::Devices) document what each method does.

@@ -56,12 +56,21 @@ impl DeviceImpl for CpuDevice {
 
     fn check(&self, model: &ModelShape) -> std::result::Result<(), DeviceError> {
         let head_dim = model.head_dim;
-        if head_dim.is_multiple_of(PANEL) {
-            return Ok(());
+        if !head_dim.is_multiple_of(PANEL) {
+            return Err(DeviceError::Unsupported(format!(
+                "config.json: head_dim is {head_dim}; the attention kernel takes multiples of {PANEL}"
+            )));
         }
-        Err(DeviceError::Unsupported(format!(
-            "config.json: head_dim is {head_dim}; the attention kernel takes multiples of {PANEL}"
-        )))
+        match model.experts {
+            Some([hidden, width]) if !(hidden.is_multiple_of(PANEL) && (2 * width).is_multiple_of(PANEL)) => {
+                Err(DeviceError::Unsupported(format!(
+                    "config.json: experts of width {width} and hidden size {hidden}; their kernel takes multiples of {} \
+                     and {PANEL}",
+                    PANEL / 2
+                )))
+            }
+            _ => Ok(()),
+        }
     }
 
     fn memory(&self) -> usize {

@@ -23,7 +23,7 @@ use crate::weights::{
 };
 
 pub const DTYPES: [StorageDtype; 2] = [StorageDtype::F32, StorageDtype::Bf16];
-pub const MODELS: [&str; 10] = [
+pub const MODELS: [&str; 11] = [
     "llama",
     "llama-tied",
     "qwen2",
@@ -31,6 +31,7 @@ pub const MODELS: [&str; 10] = [
     "mistral",
     "smollm3",
     "phi3",
+    "qwen3_moe",
     "llama-tied.gguf",
     "qwen2_5_vl",
     "internvl3",

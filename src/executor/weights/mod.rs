@@ -176,7 +176,10 @@ impl RankWeights {
         model.visit(&mut |spec, slot| {
             let name = &spec.name;
             if bases.replaced.contains(name) && adapter.touches(name) && !bases.copies.contains_key(name) {
-                copies.insert(name.clone(), LocalParameter::new(&bases.build, spec, slot)?.copy(ops)?);
+                let local = LocalParameter::new(&bases.build, spec, slot)?;
+                if !local.slice.is_empty() {
+                    copies.insert(name.clone(), local.copy(ops)?);
+                }
             }
             Ok(())
         })?;
@@ -255,8 +258,9 @@ impl RankWeights {
         }
         let mut kept = 0;
         model.visit_matrices(&mut |specs, matrix| {
+            let is_here = |s: &&&ParamSpec| bases.build.partition.slice(s).is_ok_and(|part| !part.is_empty());
             let is_only_base = |s: &&ParamSpec| bases.replaced.contains(&s.name) && !bases.copies.contains_key(&s.name);
-            if specs.iter().any(is_only_base) {
+            if specs.iter().filter(is_here).any(is_only_base) {
                 kept += matrix.bytes() as u64;
             } else {
                 missing.extend(specs.iter().map(|spec| spec.name.clone()));

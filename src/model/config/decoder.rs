@@ -14,6 +14,8 @@ pub(super) enum DecoderKind {
     Mistral,
     SmolLm3,
     Phi3,
+    Qwen3Moe,
+    Mixtral,
 }
 
 /// The fields of `config.json` that say which layers have a sliding window or a rotary embedding.
@@ -65,26 +67,27 @@ impl LayerFields {
     }
 
     /// The sliding window of each layer, by the rules of transformers' configurations. Mistral (4096 where the field is
-    /// missing) and Phi-3 have it in all layers. Qwen and SmolLM3 have it, if `use_sliding_window` is set, in the
-    /// layers that `layer_types` names, or without that list Qwen in those from `max_window_layers` on and SmolLM3 in
-    /// those without rotary embedding. Llama has none.
+    /// missing), Mixtral and Phi-3 have it in all layers. The others have it if `use_sliding_window` is set: Qwen3-MoE
+    /// in all layers, Qwen and SmolLM3 in those that `layer_types` names, or without that list Qwen in those from
+    /// `max_window_layers` on and SmolLM3 in those without rotary embedding. Llama has none.
     ///
     /// # Errors
     /// `Config` if the window is 0, or `layer_types` has another length or a type that is not supported.
     pub fn sliding_windows(&self, config: &Value, decoder: DecoderKind) -> Result<Vec<Option<usize>>> {
         let layers = self.num_hidden_layers;
-        if self.sliding_window == Some(0) {
-            return Err(bad("config.json: sliding_window is 0; a token must at least see itself".into()));
-        }
         let window = match decoder {
             DecoderKind::Mistral if config.get("sliding_window").is_none() => Some(4096),
-            DecoderKind::Mistral | DecoderKind::Phi3 => self.sliding_window,
+            DecoderKind::Mistral | DecoderKind::Mixtral | DecoderKind::Phi3 => self.sliding_window,
             DecoderKind::Llama => None,
-            DecoderKind::Qwen2 | DecoderKind::Qwen3 | DecoderKind::SmolLm3 => {
+            DecoderKind::Qwen2 | DecoderKind::Qwen3 | DecoderKind::Qwen3Moe | DecoderKind::SmolLm3 => {
                 self.sliding_window.filter(|_| self.use_sliding_window == Some(true))
             }
         };
-        if matches!(decoder, DecoderKind::Mistral | DecoderKind::Phi3) || window.is_none() {
+        if window == Some(0) {
+            return Err(bad("config.json: sliding_window is 0; a token must at least see itself".into()));
+        }
+        let has_list = matches!(decoder, DecoderKind::Qwen2 | DecoderKind::Qwen3 | DecoderKind::SmolLm3);
+        if !has_list || window.is_none() {
             return Ok(vec![window; layers]);
         }
         let Some(types) = &self.layer_types else {

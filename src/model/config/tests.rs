@@ -5,6 +5,8 @@ use crate::model::{Build, Decoder};
 use crate::weights::{ModelSource, Partition};
 use rollout_kernels::{Backend, DeviceOptions, StorageDtype};
 
+mod experts;
+
 fn fixture(name: &str) -> ModelConfig {
     let path = format!("{}/tests/fixtures/{name}", env!("CARGO_MANIFEST_DIR"));
     ModelConfig::from_files(&ModelSource::parse(&path).unwrap().open().unwrap()).unwrap()

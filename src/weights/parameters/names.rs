@@ -2,7 +2,7 @@
 
 use std::borrow::Cow;
 
-use super::{ParamSpec, Parameters};
+use super::{ParamSpec, Parameters, matrix_shape};
 
 /// Names that FSDP, torch.compile, activation checkpointing and PEFT give to a module that they wrap, as segments of
 /// the names of its parameters.
@@ -13,6 +13,15 @@ const FUSED: [(&str, &[&str]); 2] =
     [("qkv_proj", &["q_proj", "k_proj", "v_proj"]), ("gate_up_proj", &["gate_proj", "up_proj"])];
 /// The fused projections of a vision tower's attention, and the parameters of it.
 const TOWER_ATTENTION: (&str, &[&str]) = ("qkv", &["q_proj", "k_proj", "v_proj"]);
+/// Names of the tensors `[experts, rows, columns]` in which trainers keep projections of all experts of a layer, and the
+/// projections of an expert that each has one below the other.
+const FUSED_EXPERTS: [(&str, &[&str]); 2] =
+    [("gate_up_proj", &["gate_proj", "up_proj"]), ("down_proj", &["down_proj"])];
+/// The module of a layer that holds its experts, by their numbers.
+const EXPERTS: &str = "experts";
+/// The names by which Mixtral's checkpoints call the experts and their router, and the parameters' own.
+const MIXTRAL: (&str, &str) = ("block_sparse_moe", "mlp");
+const MIXTRAL_PROJECTIONS: [(&str, &str); 3] = [("w1", "gate_proj"), ("w2", "down_proj"), ("w3", "up_proj")];
 /// Endings of the names of buffers that some trainers send with the parameters. The model needs none of them, because
 /// its configuration determines them.
 const BUFFERS: [&str; 1] = ["rotary_emb.inv_freq"];
@@ -134,6 +143,9 @@ pub(in crate::weights) struct ParameterMapping {
     pub parts: Vec<FusedPart>,
     /// The shape that the tensor must have; `None` for a buffer that the model does not need.
     pub shape: Option<Vec<usize>>,
+    /// Values of each of the tensor's rows, which are those of its parameters. 0 for a buffer that the model does not
+    /// need.
+    pub columns: usize,
     /// Whether the tensor is named as the head, in a model whose head is the embedding.
     pub tied_head: bool,
 }
@@ -169,14 +181,27 @@ fn find(name: &str, parameters: &Parameters) -> Option<ParameterMapping> {
     let tied_head = name == HEAD && parameters.tied_head();
     if let Some(spec) = parameters.find(if tied_head { EMBEDDING } else { &name }) {
         let part = FusedPart { parameter: spec.name.clone(), first_row: 0 };
-        return Some(ParameterMapping { parts: vec![part], shape: Some(spec.shape.clone()), tied_head });
+        let (_, columns) = matrix_shape(&spec.shape);
+        return Some(ParameterMapping { parts: vec![part], shape: Some(spec.shape.clone()), columns, tied_head });
     }
-    fused(&name, parameters)
+    fused_experts(&name, parameters).or_else(|| fused(&name, parameters))
 }
 
 /// The name of a module or parameter, given one that checkpoints, trainers or vLLM have for it.
 pub(in crate::weights) fn canonical<'a>(name: &'a str, parameters: &Parameters) -> Cow<'a, str> {
-    parameters.vision_names().map_or(Cow::Borrowed(name), |names| names.renamed(name, [names.sent, names.stored]))
+    match parameters.vision_names() {
+        Some(names) => names.renamed(name, [names.sent, names.stored]),
+        None => experts_renamed(name),
+    }
+}
+
+/// The parameter's or module's name for one that Mixtral's checkpoints have.
+fn experts_renamed(name: &str) -> Cow<'_, str> {
+    let (theirs, own) = MIXTRAL;
+    let Some((layer, rest)) = name.split_once(&format!(".{theirs}")) else { return Cow::Borrowed(name) };
+    let projection = |segment: &str| MIXTRAL_PROJECTIONS.iter().find(|(other, _)| *other == segment);
+    let rest: Vec<&str> = rest.split('.').map(|s| projection(s).map_or(s, |(_, own)| own)).collect();
+    Cow::Owned(format!("{layer}.{own}{}", rest.join(".")))
 }
 
 /// The numbers of heads of a decoder's attention, by which the rows of its fused `qkv_proj` are divided.
@@ -190,7 +215,7 @@ pub(in crate::weights) struct HeadCounts {
 /// rows. One has all of them.
 pub(in crate::weights) fn stored_parameters(name: &str, counts: HeadCounts) -> Vec<(String, usize)> {
     let renamed = |names: &&VisionNames| names.renamed(name, [names.sent, names.stored]);
-    let name = VISION_NAMES.iter().map(renamed).find(|own| own != name).unwrap_or(Cow::Borrowed(name));
+    let name = VISION_NAMES.iter().map(renamed).find(|own| own != name).unwrap_or_else(|| experts_renamed(name));
     stored_together(&name, counts).unwrap_or_else(|| vec![(name.into_owned(), 1)])
 }
 
@@ -216,7 +241,29 @@ fn fused(name: &str, parameters: &Parameters) -> Option<ParameterMapping> {
         mapping.parts.push(FusedPart { parameter: spec.name.clone(), first_row: rows });
         rows += part_rows;
         mapping.shape = Some([&[rows], rest].concat());
+        mapping.columns = rest.iter().product();
     }
+    Some(mapping)
+}
+
+/// The parameters of a tensor that has a projection of all experts of a layer, or two, if this is the name of one.
+fn fused_experts(name: &str, parameters: &Parameters) -> Option<ParameterMapping> {
+    let (experts, fused) = name.rsplit_once('.')?;
+    let (_, projections) = FUSED_EXPERTS.iter().find(|(name, _)| *name == fused)?;
+    experts.strip_suffix(EXPERTS)?.strip_suffix('.')?;
+    let spec = |index: usize, projection: &str| parameters.find(&format!("{experts}.{index}.{projection}.weight"));
+    let mut mapping = ParameterMapping::default();
+    let (mut rows, mut count) = (0, 0);
+    while spec(count, projections[0]).is_some() {
+        for projection in *projections {
+            let spec = spec(count, projection)?;
+            mapping.parts.push(FusedPart { parameter: spec.name.clone(), first_row: rows });
+            rows += spec.shape[0];
+            mapping.columns = spec.shape[1];
+        }
+        count += 1;
+    }
+    mapping.shape = Some(vec![count, rows.checked_div(count)?, mapping.columns]);
     Some(mapping)
 }
 
@@ -277,7 +324,12 @@ pub(in crate::weights) fn largest_tensor_bytes(parameters: &Parameters) -> u64 {
             let name = name.replace(&format!(".{}.", projections[0]), &format!(".{fused}."));
             resolve(&name, parameters)?.shape
         });
-        fused.map(|shape| elements(&shape)).max().unwrap_or(0)
+        let of_experts = || {
+            let (experts, _) = name.split_once(&format!(".{EXPERTS}.0."))?;
+            let of = |(fused, _)| resolve(&format!("{experts}.{EXPERTS}.{fused}"), parameters)?.shape;
+            FUSED_EXPERTS.into_iter().filter_map(of).map(|shape| elements(&shape)).max()
+        };
+        fused.map(|shape| elements(&shape)).chain(of_experts()).max().unwrap_or(0)
     };
     let largest = parameters.pushable().map(|spec| elements(&spec.shape).max(whole(&spec.name))).max();
     (largest.unwrap_or(0) as u64).saturating_mul(size_of::<f32>() as u64)

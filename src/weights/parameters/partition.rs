@@ -1,5 +1,7 @@
 //! Which share of a tensor-parallel model a rank has, as the model's layers see it.
 
+use std::ops::Range;
+
 use rollout_kernels::reduction_leaves;
 
 use super::{ParamSpec, ShardRule, Slice, padded_share};
@@ -61,6 +63,15 @@ impl Partition {
     pub fn share(self, len: usize) -> usize {
         assert!(len.is_multiple_of(self.world), "{len} is not divided by {}", self.world);
         len / self.world
+    }
+
+    /// Which of `len` items this rank has if they are divided evenly, neighbours together.
+    ///
+    /// # Panics
+    /// As for [`Partition::share`].
+    pub fn even_range(self, len: usize) -> Range<usize> {
+        let share = self.share(len);
+        self.rank * share..(self.rank + 1) * share
     }
 
     /// How many of `len` items this rank has room for if the last rank may have fewer.

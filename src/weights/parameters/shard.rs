@@ -23,6 +23,9 @@ pub enum ShardRule {
     Heads { heads: usize, head_dim: usize },
     /// Dimension 1 is split evenly: output and down projections.
     Columns,
+    /// One rank has the whole, and all others nothing: the experts of a layer. Expert `index` of `of` is on rank
+    /// `index * world / of`, so that each rank has neighbouring experts.
+    OneRank { index: usize, of: usize },
 }
 
 /// A rectangle of a parameter, which is seen as a matrix of dimension 0 by all other dimensions. A vector has one
@@ -101,6 +104,8 @@ impl ShardRule {
                 let heads = head_range(heads, rank, world)?;
                 Ok(Slice { rows: heads.start * head_dim..heads.end * head_dim, ..whole })
             }
+            Self::OneRank { index, of } if index * world / of == rank => Ok(whole),
+            Self::OneRank { .. } => Ok(Slice { rows: 0..0, ..whole }),
         }
     }
 }

@@ -61,6 +61,13 @@ fn shards_of_every_rule_make_up_the_whole() {
         for (i, holders) in holders(many, &[a * world * head_dim, b], world).into_iter().enumerate() {
             assert_eq!(holders, [i / (b * head_dim) / a], "{context}");
         }
+        let experts = a * world;
+        for index in 0..experts {
+            let rule = ShardRule::OneRank { index, of: experts };
+            for holders in holders(rule, &[b, head_dim], world) {
+                assert_eq!(holders, [index / a], "{context}, expert {index}");
+            }
+        }
         // Fewer heads than ranks: `a` ranks share each head.
         let few = ShardRule::Heads { heads: world, head_dim };
         for (i, holders) in holders(few, &[world * head_dim], a * world).into_iter().enumerate() {

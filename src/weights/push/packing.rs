@@ -73,7 +73,7 @@ impl PackedPush {
         for (index, &destination) in (first..).zip(destinations) {
             let tensor = &manifest.tensors[index];
             let shadow = destination.map(|i| self.shadow.tensor(i));
-            let found = tensor.file().and_then(|file| rows_on_device(file, &tensor.entry));
+            let found = tensor.file().and_then(|file| rows_on_device(file, &tensor.entry, tensor.layout()));
             if let Some(found) = found.filter(|rows| shadow.is_none_or(|shadow| shadow.can_copy(rows))) {
                 copies.push((index, destination));
                 rows.push(found);

@@ -70,7 +70,10 @@ impl PushedTensor {
 
     /// How the bytes of the tensor are rows of the parameters that it brings.
     pub fn layout(&self) -> RowLayout {
-        let (_, columns) = matrix_shape(&self.entry.shape);
+        let columns = match self.mapping.columns {
+            0 => matrix_shape(&self.entry.shape).1,
+            columns => columns,
+        };
         RowLayout { dtype: self.entry.dtype, columns }
     }
 

@@ -2,6 +2,7 @@
 
 mod adapters;
 mod device_memory;
+mod experts;
 mod headers;
 mod names;
 mod owners;

@@ -6,7 +6,7 @@ use std::path::Path;
 use candle_core::{DType, Device, IndexOp as _, Tensor};
 use candle_nn::VarBuilder;
 use candle_transformers::models::smol::smollm3;
-use candle_transformers::models::{llama, mistral, phi3, qwen2, qwen3};
+use candle_transformers::models::{llama, mistral, mixtral, phi3, qwen2, qwen2_moe, qwen3, qwen3_moe};
 use rollout_server::types::TokenId;
 use serde::de::DeserializeOwned;
 use serde_json::Value;
@@ -23,6 +23,9 @@ enum Model {
     Mistral(mistral::Model),
     SmolLm3(smollm3::ModelForCausalLM),
     Phi3(phi3::Model),
+    Qwen2Moe(qwen2_moe::Model),
+    Qwen3Moe(qwen3_moe::ModelForCausalLM),
+    Mixtral(mixtral::Model),
 }
 
 impl Candle {
@@ -36,8 +39,9 @@ impl Candle {
             }
         }
         let architecture = config["architectures"][0].as_str().unwrap();
-        if architecture == "MistralForCausalLM" && config["tie_word_embeddings"] == true {
-            // candle's Mistral always has a head of its own.
+        let has_head = ["MistralForCausalLM", "MixtralForCausalLM", "Qwen2MoeForCausalLM"].contains(&architecture);
+        if has_head && config["tie_word_embeddings"] == true {
+            // candle's model always has a head of its own.
             tensors.insert("lm_head.weight".into(), tensors["model.embed_tokens.weight"].clone());
         }
         let config = of_candle(config);
@@ -53,6 +57,11 @@ impl Candle {
             "MistralForCausalLM" => Model::Mistral(mistral::Model::new(&parse(&config), weights).unwrap()),
             "SmolLM3ForCausalLM" => Model::SmolLm3(smollm3::ModelForCausalLM::new(&parse(&config), weights).unwrap()),
             "Phi3ForCausalLM" => Model::Phi3(phi3::Model::new(&parse(&config), weights).unwrap()),
+            "Qwen2MoeForCausalLM" => Model::Qwen2Moe(qwen2_moe::Model::new(&parse(&config), weights).unwrap()),
+            "Qwen3MoeForCausalLM" => {
+                Model::Qwen3Moe(qwen3_moe::ModelForCausalLM::new(&parse(&config), weights).unwrap())
+            }
+            "MixtralForCausalLM" => Model::Mixtral(mixtral::Model::new(&parse(&config), weights).unwrap()),
             other => panic!("candle has no {other} here"),
         };
         Self { model }
@@ -96,6 +105,16 @@ impl Candle {
                 model.clear_kv_cache();
                 model.forward(&tokens, 0)
             }
+            Model::Qwen2Moe(model) => {
+                model.clear_kv_cache();
+                model.forward(&tokens, 0)
+            }
+            Model::Qwen3Moe(model) => {
+                model.clear_kv_cache();
+                model.forward(&tokens, 0)
+            }
+            // Its cache cannot be cleared.
+            Model::Mixtral(model) => model.clone().forward(&tokens, 0),
         }
         .unwrap()
     }
@@ -124,6 +143,12 @@ fn of_candle(config: &Value) -> Value {
         }
         // candle's SmolLM3 has no windows, and refuses those that the configuration names.
         Some("SmolLM3ForCausalLM") => config["use_sliding_window"] = false.into(),
+        // candle's models have no windows here, and need the fields all the same.
+        Some("MixtralForCausalLM" | "Qwen2MoeForCausalLM") => {
+            config["sliding_window"] = u32::MAX.into();
+            config["use_flash_attn"] = false.into();
+        }
+        Some("Qwen3MoeForCausalLM") => config["max_window_layers"] = 0.into(),
         _ => {}
     }
     config

@@ -36,14 +36,18 @@ enum Comparison {
     None(&'static str),
 }
 
-const FIXTURES: [(&str, Comparison); 8] = [
+const FIXTURES: [(&str, Comparison); 12] = [
     ("llama", Comparison::None("candle's Llama has no biases")),
     ("llama-tied", Comparison::Full),
     ("llama-tied.gguf", Comparison::None("candle's models of GGUF files multiply by quantised weights, ours do not")),
     ("mistral", Comparison::Full),
+    ("mixtral", Comparison::None("candle's Mixtral divides its hidden size among the heads")),
     ("phi3", Comparison::First(100, "candle's Phi3 has no window")),
     ("qwen2", Comparison::First(100, "candle's Qwen2 has its window of 100 tokens in all layers, not from one on")),
+    ("qwen2_moe", Comparison::Full),
     ("qwen3", Comparison::Full),
+    ("qwen3_moe", Comparison::Full),
+    ("qwen3_moe_60", Comparison::Full),
     ("smollm3", Comparison::First(100, "candle's SmolLM3 has no window")),
 ];
 
@@ -106,13 +110,26 @@ fn fixtures_have_candles_log_probabilities() {
 /// Fixtures whose architecture candle does not have; `images.rs` compares them with transformers.
 const WITH_IMAGES: [&str; 4] = ["internvl3", "internvl3-chat", "qwen2_5_vl", "qwen2_5_vl-tied"];
 
+/// Fixtures whose architecture is not supported yet.
+const REFUSED: [&str; 2] = ["glm4_moe", "qwen_v1"];
+
+#[test]
+fn other_architectures_are_refused_with_those_that_are_supported() {
+    for name in REFUSED {
+        let architecture = config(&fixture(name))["architectures"][0].as_str().unwrap().to_owned();
+        let error = Engine::try_start(name, &[]).err().expect("it is refused").to_string();
+        let says = format!("{architecture} is not supported; supported are LlamaForCausalLM, ");
+        assert!(error.contains(&says), "{name}: {error}");
+    }
+}
+
 #[test]
 fn every_checkpoint_of_the_fixtures_is_in_the_list() {
     let entries = std::fs::read_dir(fixture("")).unwrap().map(|entry| entry.unwrap());
     let is_model = |path: &Path| path.join("config.json").exists() || path.extension().is_some_and(|e| e == "gguf");
     let found: BTreeSet<_> =
         entries.filter(|entry| is_model(&entry.path())).map(|entry| entry.file_name().into_string().unwrap()).collect();
-    let known = FIXTURES.iter().map(|(name, _)| *name).chain(WITH_IMAGES);
+    let known = FIXTURES.iter().map(|(name, _)| *name).chain(WITH_IMAGES).chain(REFUSED);
     assert_eq!(found, known.map(str::to_owned).collect());
 }
 

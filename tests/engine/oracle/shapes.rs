@@ -7,12 +7,15 @@ use serde_json::{Value, json};
 
 use crate::common::StateDict;
 
-pub const ARCHITECTURES: [&str; 6] = [
+pub const ARCHITECTURES: [&str; 9] = [
     "LlamaForCausalLM",
     "MistralForCausalLM",
+    "MixtralForCausalLM",
     "Phi3ForCausalLM",
     "Qwen2ForCausalLM",
+    "Qwen2MoeForCausalLM",
     "Qwen3ForCausalLM",
+    "Qwen3MoeForCausalLM",
     "SmolLM3ForCausalLM",
 ];
 
@@ -24,8 +27,17 @@ pub fn random_config(architecture: &str, dice: &mut ChaCha8Rng) -> Value {
     let heads = kv_heads * one_of(&[1, 2, 4]);
     let head_dim = one_of(&[16, 32, 48, 64]);
     // The others divide it among their heads.
-    let own_width = matches!(architecture, "MistralForCausalLM" | "Qwen3ForCausalLM");
-    let hidden_size = if own_width { one_of(&[24, 40, 64, 104]) } else { heads * head_dim };
+    let own_width = matches!(architecture, "MistralForCausalLM" | "Qwen3ForCausalLM" | "Qwen3MoeForCausalLM");
+    let hidden_size = match own_width {
+        // The kernels of experts take multiples of 16.
+        true if architecture == "Qwen3MoeForCausalLM" => one_of(&[32, 48, 64, 112]),
+        true => one_of(&[24, 40, 64, 104]),
+        false => heads * head_dim,
+    };
+    let experts = one_of(&[1, 3, 4, 6, 8, 16]);
+    let top_k = one_of(&[1, 2, 4]).min(experts);
+    let (expert_width, shared_width) = (one_of(&[8, 24, 72]), one_of(&[24, 130]));
+    let sparse_step = one_of(&[1, 2]);
     let window = one_of(&[0, 1, 7, 40]);
     let mut config = json!({
         "architectures": [architecture],
@@ -64,6 +76,25 @@ pub fn random_config(architecture: &str, dice: &mut ChaCha8Rng) -> Value {
             config["use_sliding_window"] = false.into();
             config["attention_bias"] = dice.random::<bool>().into();
         }
+        "MixtralForCausalLM" => {
+            config["num_local_experts"] = experts.into();
+            config["intermediate_size"] = expert_width.into();
+            config["num_experts_per_tok"] = top_k.into();
+        }
+        "Qwen2MoeForCausalLM" | "Qwen3MoeForCausalLM" => {
+            config["num_experts"] = experts.into();
+            config["num_experts_per_tok"] = top_k.into();
+            config["moe_intermediate_size"] = expert_width.into();
+            config["norm_topk_prob"] = dice.random::<bool>().into();
+            config["decoder_sparse_step"] = sparse_step.into();
+            config["mlp_only_layers"] = json!([]);
+            config["max_window_layers"] = 0.into();
+            config["use_sliding_window"] = false.into();
+            config["shared_expert_intermediate_size"] = shared_width.into();
+            if architecture == "Qwen3MoeForCausalLM" {
+                config["attention_bias"] = dice.random::<bool>().into();
+            }
+        }
         "Phi3ForCausalLM" => {
             config["partial_rotary_factor"] = [1.0, 0.75, 0.5, 0.25].choose(dice).copied().into();
         }
@@ -98,11 +129,11 @@ pub fn random_weights(config: &Value, dice: &mut ChaCha8Rng) -> StateDict {
 /// Names and shapes of the parameters, as transformers stores them.
 fn tensors(config: &Value) -> Vec<(String, Vec<usize>)> {
     let size = |name: &str| config[name].as_u64().unwrap() as usize;
-    let (hidden, intermediate, head_dim) = (size("hidden_size"), size("intermediate_size"), size("head_dim"));
+    let (hidden, head_dim) = (size("hidden_size"), size("head_dim"));
     let (queries, keys) = (size("num_attention_heads") * head_dim, size("num_key_value_heads") * head_dim);
     let architecture = config["architectures"][0].as_str().unwrap();
-    let (o_bias, mlp_bias) = (config["attention_bias"] == true, config["mlp_bias"] == true);
-    let qkv_bias = o_bias || architecture == "Qwen2ForCausalLM";
+    let o_bias = config["attention_bias"] == true;
+    let qkv_bias = o_bias || matches!(architecture, "Qwen2ForCausalLM" | "Qwen2MoeForCausalLM");
     let mut found = vec![
         ("model.embed_tokens.weight".to_owned(), vec![size("vocab_size"), hidden]),
         ("model.norm.weight".to_owned(), vec![hidden]),
@@ -115,26 +146,20 @@ fn tensors(config: &Value) -> Vec<(String, Vec<usize>)> {
             |name: &str, shape: &[usize]| found.push((format!("model.layers.{layer}.{name}"), shape.to_vec()));
         add("input_layernorm.weight", &[hidden]);
         add("post_attention_layernorm.weight", &[hidden]);
-        if architecture == "Qwen3ForCausalLM" {
+        if matches!(architecture, "Qwen3ForCausalLM" | "Qwen3MoeForCausalLM") {
             add("self_attn.q_norm.weight", &[head_dim]);
             add("self_attn.k_norm.weight", &[head_dim]);
         }
-        let inputs = match architecture {
-            "Phi3ForCausalLM" => vec![
-                ("self_attn.qkv_proj", queries + 2 * keys, hidden, false),
-                ("mlp.gate_up_proj", 2 * intermediate, hidden, false),
-            ],
-            _ => vec![
-                ("self_attn.q_proj", queries, hidden, qkv_bias),
-                ("self_attn.k_proj", keys, hidden, qkv_bias),
-                ("self_attn.v_proj", keys, hidden, qkv_bias),
-                ("mlp.gate_proj", intermediate, hidden, mlp_bias),
-                ("mlp.up_proj", intermediate, hidden, mlp_bias),
-            ],
-        };
-        let outputs =
-            [("self_attn.o_proj", hidden, queries, o_bias), ("mlp.down_proj", hidden, intermediate, mlp_bias)];
-        for (name, rows, columns, has_bias) in inputs.into_iter().chain(outputs) {
+        let mut linears = vec![("self_attn.o_proj".to_owned(), hidden, queries, o_bias)];
+        match architecture {
+            "Phi3ForCausalLM" => linears.push(("self_attn.qkv_proj".into(), queries + 2 * keys, hidden, false)),
+            _ => linears.extend(
+                [("q", queries), ("k", keys), ("v", keys)]
+                    .map(|(projection, rows)| (format!("self_attn.{projection}_proj"), rows, hidden, qkv_bias)),
+            ),
+        }
+        linears.extend(feed_forward(config, layer));
+        for (name, rows, columns, has_bias) in linears {
             add(&format!("{name}.weight"), &[rows, columns]);
             if has_bias {
                 add(&format!("{name}.bias"), &[rows]);
@@ -142,4 +167,46 @@ fn tensors(config: &Value) -> Vec<(String, Vec<usize>)> {
         }
     }
     found
+}
+
+/// The linear layers of a feed-forward block: name, rows, columns, and whether it has a bias.
+fn feed_forward(config: &Value, layer: usize) -> Vec<(String, usize, usize, bool)> {
+    let size = |name: &str| config[name].as_u64().unwrap() as usize;
+    let hidden = size("hidden_size");
+    let gated = |block: &str, [gate, up, down]: [&str; 3], width: usize, bias: bool| {
+        [(gate, width, hidden), (up, width, hidden), (down, hidden, width)]
+            .map(|(part, rows, columns)| (format!("{block}.{part}"), rows, columns, bias))
+    };
+    let projections = ["gate_proj", "up_proj", "down_proj"];
+    let architecture = config["architectures"][0].as_str().unwrap();
+    let is_sparse = |step: &str| (layer + 1).is_multiple_of(size(step));
+    match architecture {
+        "Phi3ForCausalLM" => vec![
+            ("mlp.gate_up_proj".into(), 2 * size("intermediate_size"), hidden, false),
+            ("mlp.down_proj".into(), hidden, size("intermediate_size"), false),
+        ],
+        "MixtralForCausalLM" => {
+            let experts = size("num_local_experts");
+            let mut linears = vec![("block_sparse_moe.gate".into(), experts, hidden, false)];
+            linears.extend((0..experts).flat_map(|expert| {
+                let block = format!("block_sparse_moe.experts.{expert}");
+                gated(&block, ["w1", "w3", "w2"], size("intermediate_size"), false)
+            }));
+            linears
+        }
+        "Qwen2MoeForCausalLM" | "Qwen3MoeForCausalLM" if is_sparse("decoder_sparse_step") => {
+            let experts = size("num_experts");
+            let mut linears = vec![("mlp.gate".into(), experts, hidden, false)];
+            linears.extend((0..experts).flat_map(|expert| {
+                gated(&format!("mlp.experts.{expert}"), projections, size("moe_intermediate_size"), false)
+            }));
+            if architecture == "Qwen2MoeForCausalLM" {
+                let width = size("shared_expert_intermediate_size");
+                linears.extend(gated("mlp.shared_expert", projections, width, false));
+                linears.push(("mlp.shared_expert_gate".into(), 1, hidden, false));
+            }
+            linears
+        }
+        _ => gated("mlp", projections, size("intermediate_size"), config["mlp_bias"] == true).into(),
+    }
 }

@@ -8,8 +8,7 @@ use rollout_kernels::{BorrowedRows, Device, DeviceError, Devices, Digested, out_
 
 use super::source_file::SourceFile;
 use crate::error::{Error, Result, shown};
-use crate::weights::parameters::matrix_shape;
-use crate::weights::update::{Allocation, TensorEntry, TransitBytes};
+use crate::weights::update::{Allocation, RowLayout, TensorEntry, TransitBytes};
 
 /// Most bytes of a UUID that errors repeat.
 const MAX_UUID_BYTES: usize = 64;
@@ -85,9 +84,10 @@ impl Allocations {
 pub(in crate::weights::push) fn rows_on_device<'a>(
     file: &'a SourceFile,
     entry: &TensorEntry,
+    RowLayout { dtype, columns }: RowLayout,
 ) -> Option<BorrowedRows<'a>> {
-    let (rows, columns) = matrix_shape(&entry.shape);
-    let rows = file.device_memory()?.rows(entry.offset, entry.dtype, [rows, columns]);
+    let rows = entry.shape.iter().product::<usize>() / columns;
+    let rows = file.device_memory()?.rows(entry.offset, dtype, [rows, columns]);
     rows.can_be_digested().then_some(rows)
 }
 

@@ -79,7 +79,10 @@ fn rows_of_prompts_are_near_our_own_and_others_are_ours() {
 #[test]
 fn it_is_tried_out_and_refuses_what_it_cannot_read() {
     let context = Arc::new(Context::open(0).unwrap());
-    let model = |head_dim, block_size, kv| ModelShape { head_dim, block_size, weights: crate::StorageDtype::Bf16, kv };
+    let model = |head_dim, block_size, kv| {
+        let (weights, experts) = (crate::StorageDtype::Bf16, None);
+        ModelShape { head_dim, block_size, weights, kv, experts }
+    };
     for head_dim in [16, 64, 128, 256] {
         check(&context, &model(head_dim, 32, StorageDtype::Bf16)).unwrap();
     }

@@ -1,0 +1,163 @@
+//! The mixture of experts of one layer.
+
+use rollout_kernels::{Matrix, Router, Routing, Scoring};
+
+use super::adapters::TargetModule;
+use super::config::{ExpertsConfig, ModelConfig};
+use super::context::ForwardContext;
+use super::layers::{Build, Linear, Projection};
+use super::mlp::Mlp;
+use super::parameterized::{MatrixVisitor, ParamSlot, Parameterized, Visitor};
+use super::workspace::EXPERT_ROWS;
+use crate::error::Result;
+use crate::weights::{ParamSpec, ShardRule};
+
+/// A router, the experts of this rank that it chooses among, and the expert that all tokens take, if there is one.
+pub(super) struct Experts {
+    router: Linear,
+    /// Whether the weights of a token's experts are divided by their sum.
+    normalised: bool,
+    gate_up: ExpertMatrix,
+    down: ExpertMatrix,
+    shared: Option<SharedExpert>,
+}
+
+/// The same projections of all experts of a rank, one expert below the other.
+struct ExpertMatrix {
+    weight: Matrix,
+    /// Each projection's weight, and the first row of `weight` that it has. The experts of other ranks have no rows.
+    parts: Vec<(ParamSpec, usize)>,
+}
+
+/// An expert that all tokens take.
+struct SharedExpert {
+    mlp: Mlp,
+    /// Gives the factor of its output, before the sigmoid.
+    gate: Linear,
+}
+
+impl Experts {
+    /// The experts of layer `layer`. Their matrices have no memory yet.
+    pub fn new(config: &ModelConfig, experts: &ExpertsConfig, build: &Build, layer: usize) -> Result<Self> {
+        let (hidden, width) = (config.hidden_size, experts.intermediate_size);
+        let block = format!("model.layers.{layer}.mlp");
+        let linear = |part: &str, rows: usize| {
+            let name = format!("{block}.{part}");
+            let projection = Projection { name, rows, rule: ShardRule::Replicated, bias: false };
+            Linear::by_rows(build, vec![projection], &[hidden])
+        };
+        let matrix = |projections: &[&str], rows: usize, columns: usize| {
+            ExpertMatrix::new(build, &format!("{block}.experts"), experts.count, projections, [rows, columns])
+        };
+        let shared = |width: usize| -> Result<SharedExpert> {
+            let mlp = Mlp::new(build, &format!("{block}.shared_expert"), hidden, width, false)?;
+            Ok(SharedExpert { mlp, gate: linear("shared_expert_gate", 1)? })
+        };
+        Ok(Self {
+            router: linear("gate", experts.count)?,
+            normalised: experts.normalised,
+            gate_up: matrix(&["gate_proj", "up_proj"], width, hidden)?,
+            down: matrix(&["down_proj"], hidden, width)?,
+            shared: experts.shared_intermediate_size.map(shared).transpose()?,
+        })
+    }
+
+    /// Reads the workspace's `normed` and leaves the block's term of the residual stream in `delta`. `routing` has the
+    /// experts of the rows afterwards.
+    pub fn forward(&self, context: &ForwardContext<'_>, routing: &mut Routing) -> Result<()> {
+        let ForwardContext { ops, comm, workspace, .. } = *context;
+        let (w, experts) = (&workspace.step, workspace.experts());
+        let rows = w.normed.dim(0)?;
+        let (gate, normalise) = (self.router.weight(), self.normalised);
+        let router = Router { gate, scoring: Scoring::Softmax, normalise, scale: 1.0 };
+        ops.route(&w.normed, &router, None, &experts.logits, routing)?;
+        for first in (0..rows).step_by(EXPERT_ROWS) {
+            ops.group_by_expert(routing, first..rows.min(first + EXPERT_ROWS))?;
+            let (gate_up, down) = (&self.gate_up.weight, &self.down.weight);
+            ops.expert_linear_silu_mul(&w.normed, gate_up, routing, &experts.gate_up, &experts.activation)?;
+            ops.expert_linear(&experts.activation, down, routing, &experts.output)?;
+            ops.combine(&experts.output, routing, &w.delta)?;
+        }
+        comm.all_reduce_sum(&w.delta)?;
+        self.shared.as_ref().map_or(Ok(()), |shared| shared.add(context))
+    }
+}
+
+impl SharedExpert {
+    /// Adds its output for the workspace's `normed` to `delta`.
+    fn add(&self, context: &ForwardContext<'_>) -> Result<()> {
+        let (ops, w, experts) = (context.ops, &context.workspace.step, context.workspace.experts());
+        self.mlp.forward(context, &experts.shared)?;
+        self.gate.forward(ops, &w.normed, &experts.shared_gate)?;
+        Ok(ops.add_gated(&experts.shared_gate, &experts.shared, &w.delta)?)
+    }
+}
+
+impl Parameterized for Experts {
+    fn parts(&self) -> Vec<&dyn Parameterized> {
+        let mut parts: Vec<&dyn Parameterized> = vec![&self.router, &self.gate_up, &self.down];
+        if let Some(SharedExpert { mlp, gate }) = &self.shared {
+            parts.extend([mlp as &dyn Parameterized, gate]);
+        }
+        parts
+    }
+
+    fn parts_mut(&mut self) -> Vec<&mut dyn Parameterized> {
+        let mut parts: Vec<&mut dyn Parameterized> = vec![&mut self.router, &mut self.gate_up, &mut self.down];
+        if let Some(SharedExpert { mlp, gate }) = &mut self.shared {
+            parts.extend([mlp as &mut dyn Parameterized, gate]);
+        }
+        parts
+    }
+
+    /// Only the shared expert's: adapters of the router and of experts are merged.
+    fn target_modules(&self) -> Vec<TargetModule<'_>> {
+        self.shared.as_ref().map_or_else(Vec::new, |shared| shared.mlp.target_modules())
+    }
+}
+
+impl ExpertMatrix {
+    /// The weights `[rows, columns]` of `projections` of each of `count` experts, whose names begin with `experts`.
+    fn new(
+        build: &Build,
+        experts: &str,
+        count: usize,
+        projections: &[&str],
+        [rows, columns]: [usize; 2],
+    ) -> Result<Self> {
+        let (mut parts, mut first_row) = (Vec::new(), 0);
+        for index in 0..count {
+            for projection in projections {
+                let rule = ShardRule::OneRank { index, of: count };
+                let spec = ParamSpec::new(format!("{experts}.{index}.{projection}.weight"), [rows, columns], rule);
+                let held = build.partition.slice(&spec)?.rows.len();
+                parts.push((spec, first_row));
+                first_row += held;
+            }
+        }
+        // One leaf, because a rank has the whole of each sum.
+        Ok(Self { weight: build.matrix(first_row, columns, 1), parts })
+    }
+}
+
+impl Parameterized for ExpertMatrix {
+    fn visit(&mut self, visitor: &mut Visitor<'_>) -> Result<()> {
+        for (spec, first_row) in &self.parts {
+            visitor(spec, ParamSlot::Matrix { matrix: &mut self.weight, first_row: *first_row })?;
+        }
+        Ok(())
+    }
+
+    fn visit_matrices(&mut self, visitor: &mut MatrixVisitor<'_>) -> Result<()> {
+        let specs: Vec<&ParamSpec> = self.parts.iter().map(|(spec, _)| spec).collect();
+        visitor(&specs, &mut self.weight)
+    }
+
+    fn target_modules(&self) -> Vec<TargetModule<'_>> {
+        Vec::new()
+    }
+
+    fn bytes(&self) -> u64 {
+        self.weight.bytes() as u64
+    }
+}
