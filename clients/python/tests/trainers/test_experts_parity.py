@@ -67,7 +67,7 @@ def common(rng, head_dims=(16, 32, 48, 64)):
     kv_heads = one_of(rng, 1, 2, 3, 4)
     return dict(
         vocab_size=one_of(rng, 512, 515, 640),
-        hidden_size=one_of(rng, 32, 48, 64, 104),
+        hidden_size=one_of(rng, 32, 48, 64, 112),
         intermediate_size=one_of(rng, 24, 48, 72, 130),
         num_hidden_layers=one_of(rng, 1, 2, 3),
         num_attention_heads=kv_heads * one_of(rng, 1, 2, 4),
@@ -114,8 +114,9 @@ def qwen2_moe(rng):
 
 
 def mixtral(rng):
+    settings = common(rng) | dict(intermediate_size=one_of(rng, 24, 48, 72))
     return transformers.MixtralConfig(
-        **common(rng), num_local_experts=one_of(rng, 4, 6, 8, 16), sliding_window=one_of(rng, None, None, 7, 40)
+        **settings, num_local_experts=one_of(rng, 4, 6, 8, 16), sliding_window=one_of(rng, None, None, 7, 40)
     )
 
 
