@@ -132,6 +132,18 @@ impl<'a> TensorData<'a> {
         }
     }
 
+    /// The values at these indices, as float32: exact.
+    ///
+    /// # Panics
+    /// If an index passes the end.
+    pub fn gather_f32(&self, indices: impl Iterator<Item = usize>) -> Vec<f32> {
+        match self {
+            Self::F32(values) => indices.map(|i| values[i]).collect(),
+            Self::F16(values) => indices.map(|i| values[i].to_f32()).collect(),
+            Self::Bf16(values) => indices.map(|i| values[i].to_f32()).collect(),
+        }
+    }
+
     /// Copies the values from `start` on to `out`, as float32: exact.
     ///
     /// # Panics

@@ -1,5 +1,7 @@
 //! Checks an adapter's tensors against its configuration and the model, before any of their values is there.
 
+mod experts;
+
 use std::collections::{BTreeMap, BTreeSet};
 use std::ops::Range;
 
@@ -123,6 +125,11 @@ impl Checker<'_> {
             return Ok(());
         }
         let linear = self.pair(name, module, (TensorRole::A, "lora_A.weight"), (TensorRole::B, "lora_B.weight"))?;
+        if let Some((a, b)) = linear
+            && self.adapt_experts(name, a, b)?
+        {
+            return Ok(());
+        }
         let embedding = self.pair(
             name,
             module,
@@ -202,15 +209,15 @@ impl Checker<'_> {
         let rank = self.config.rank(self.own_name(name)) as usize;
         self.expect_shape(a, &[rank, cols])?;
         self.expect_shape(b, &[rows, rank])?;
-        let delta = self.same_dtype(a, b)?;
-        let magnitude = self.magnitude(name, module, rows, delta)?;
+        self.check_expert(&parameter, a, b)?;
+        let magnitude = self.magnitude(name, module, rows, self.same_dtype(a, b)?)?;
         let scaling = self.config.scaling(self.own_name(name))?;
         self.adapt_bias(name, module, a, scaling)?;
-        let roundings = Vec::from_iter((delta != Dtype::F32).then_some(delta));
+        let roundings = self.roundings(&parameter, a, b)?;
         let mut first_row = 0;
         for (part, (rows, cols)) in parts.iter().zip(shapes) {
-            let roundings = roundings.clone();
-            let delta = LowRankSpec { a, b, magnitude, rank, first_row, rows, cols, scaling, roundings, kind };
+            let (roundings, expert) = (roundings.clone(), None);
+            let delta = LowRankSpec { a, b, magnitude, rank, first_row, rows, cols, scaling, roundings, kind, expert };
             self.set_delta(part, a, DeltaSpec::LowRank(delta))?;
             first_row += rows;
         }
@@ -294,8 +301,8 @@ impl Checker<'_> {
         let mut roundings = vec![self.same_dtype(a, b)?, self.parameters.dtype()];
         roundings.dedup();
         roundings.retain(|dtype| *dtype != Dtype::F32);
-        let (magnitude, first_row, kind) = (None, 0, FactorKind::Embedding);
-        let delta = LowRankSpec { a, b, magnitude, rank, first_row, rows, cols, scaling, roundings, kind };
+        let (magnitude, first_row, kind, expert) = (None, 0, FactorKind::Embedding, None);
+        let delta = LowRankSpec { a, b, magnitude, rank, first_row, rows, cols, scaling, roundings, kind, expert };
         self.set_delta(&parameter, a, DeltaSpec::LowRank(delta))
     }
 

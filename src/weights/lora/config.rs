@@ -9,19 +9,20 @@ use crate::error::{Error, Result};
 use crate::memory::{Charge, Traffic};
 
 /// Fields that change what the adapter computes; each must be unset.
-const UNSUPPORTED: [&str; 11] = [
+const UNSUPPORTED: [&str; 10] = [
     "alora_invocation_tokens",
     "arrow_config",
     "kasa_config",
     "layer_replication",
     "megatron_config",
     "monteclora_config",
-    "target_parameters",
     "trainable_token_indices",
     "use_bdlora",
     "use_qalora",
     "velora_config",
 ];
+/// Ends of the names in `target_parameters`: experts and their router.
+const TARGET_PARAMETERS: [&str; 3] = ["gate_up_proj", "down_proj", "gate.weight"];
 /// Beginnings of the values of `init_lora_weights` with which the trainer adapts another base than the checkpoint, or
 /// PEFT rounds the merge in another way.
 const OTHER_BASES: [&str; 6] = ["pissa", "corda", "olora", "loftq", "lora_ga", "mica"];
@@ -67,6 +68,11 @@ impl AdapterConfig {
             .map_err(|e| Error::invalid("adapter_config", format!("not the JSON of adapter_config.json: {e}")))?;
         let fields = Fields::of(&fields)?;
         fields.refuse_unsupported()?;
+        let other = |name: &&String| !TARGET_PARAMETERS.iter().any(|end| name.ends_with(end));
+        if let Some(name) = fields.texts("target_parameters")?.iter().find(other) {
+            let message = format!("{name:?} is not a parameter of experts or of their router; name modules instead");
+            return Err(bad("target_parameters", message));
+        }
         Ok(Self {
             rank: fields.get("r").map_or(Ok(8), |r| rank("r", r))?,
             alpha: fields.get("lora_alpha").map_or(Ok(8.0), |alpha| number("lora_alpha", alpha))?,

@@ -59,6 +59,16 @@ pub(super) struct LowRankSpec {
     pub scaling: f32,
     pub roundings: Vec<Dtype>,
     pub kind: FactorKind,
+    /// The expert that the parameter is of, if the tensors have the factors of all experts of a layer.
+    pub expert: Option<ExpertFactors>,
+}
+
+/// The factors of one expert among those of all: its rows of `a` (`[experts * rank, cols]`), and its columns of `b`
+/// (`[rows, rank * experts]`), where those of the same rank are neighbours.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct ExpertFactors {
+    pub index: usize,
+    pub experts: usize,
 }
 
 /// How a pair of factors relates to the matrix that it changes.
@@ -132,6 +142,13 @@ impl ChangeSpec {
 impl LowRankSpec {
     fn build<'t>(self, values: &dyn Fn(usize) -> TensorData<'t>) -> LowRank {
         let Self { rank, first_row, rows, cols, scaling, roundings, kind, .. } = self;
+        if let Some(ExpertFactors { index, experts }) = self.expert {
+            let a = values(self.a).part(index * rank * cols..(index + 1) * rank * cols).into_f32().into_owned();
+            let b = values(self.b);
+            let columns = |row| (0..rank).map(move |r| (row * rank + r) * experts + index);
+            let b = b.gather_f32((first_row..first_row + rows).flat_map(columns));
+            return LowRank { rank, cols, a, b, scaling, roundings, magnitude: None, linear: true };
+        }
         let (a, b) = (values(self.a).into_f32(), values(self.b).into_f32());
         let (a, b) = match kind {
             FactorKind::Embedding => (transpose(&b, rank), transpose(&a, rows)),

@@ -14,8 +14,8 @@ use names::VisionNames;
 
 pub use names::is_of_tower;
 pub(in crate::weights) use names::{
-    EMBEDDING, HeadCounts, ParameterMapping, all_names, canonical, largest_tensor_bytes, nearest, parameters_of,
-    resolve, stored_parameters, stored_with,
+    EMBEDDING, HeadCounts, ParameterMapping, all_names, canonical, expert_tensors, is_of_experts, largest_tensor_bytes,
+    nearest, parameters_of, resolve, stored_parameters, stored_with,
 };
 pub use partition::Partition;
 pub use shard::{ParamSpec, ShardRule, Slice, head_range, matrix_shape, padded_share};

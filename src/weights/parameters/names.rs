@@ -246,6 +246,18 @@ fn fused(name: &str, parameters: &Parameters) -> Option<ParameterMapping> {
     Some(mapping)
 }
 
+/// The names of the tensors that have all experts of a layer, if a module of this name is what PEFT wraps for one.
+pub(in crate::weights) fn expert_tensors(module: &str) -> Option<[String; 2]> {
+    let experts = module.strip_suffix(".base_layer").unwrap_or(module);
+    experts.strip_suffix(EXPERTS)?.strip_suffix('.')?;
+    Some(FUSED_EXPERTS.map(|(fused, _)| format!("{experts}.{fused}")))
+}
+
+/// Whether a parameter is of an expert, or of the router that chooses among them.
+pub(in crate::weights) fn is_of_experts(parameter: &str) -> bool {
+    parameter.contains(&format!(".{EXPERTS}.")) || parameter.ends_with(".mlp.gate.weight")
+}
+
 /// The parameters of a tensor that has a projection of all experts of a layer, or two, if this is the name of one.
 fn fused_experts(name: &str, parameters: &Parameters) -> Option<ParameterMapping> {
     let (experts, fused) = name.rsplit_once('.')?;
