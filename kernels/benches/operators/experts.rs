@@ -1,6 +1,7 @@
 //! Mixture-of-experts layers at the shape of a model of 1 billion parameters: 10 layers of 64 experts, of which a token
 //! takes 8.
 
+use candle_core::Tensor;
 use criterion::{BenchmarkId, Criterion, Throughput};
 use rollout_kernels::{
     Activations, Backend, Device, DeviceOptions, Matrix, MatrixShape, Ops, Router, Routing, RoutingShape, Scoring,
@@ -50,6 +51,8 @@ impl Rank {
         let zeros = |rows: usize, width: usize| device.activations(rows, width).unwrap();
         let [gate_up, gated, expert_out] = [2 * WIDTH, WIDTH, HIDDEN].map(|width| zeros(ROWS * TOP_K, width));
         let [x, logits, out] = [HIDDEN, EXPERTS, HIDDEN].map(|width| zeros(ROWS, width));
+        let source = Tensor::from_vec(values(ROWS * HIDDEN), (ROWS, HIDDEN), x.device()).unwrap();
+        x.slice_set(&source, 0, 0).unwrap();
         Self { ops: device.ops(), device, x, logits, gate_up, gated, expert_out, out }
     }
 
@@ -94,7 +97,7 @@ pub fn experts(c: &mut Criterion) {
     let layers: Vec<Layer> = (0..LAYERS).map(|_| rank.layer()).collect();
     let dense: Vec<[Matrix; 2]> =
         (0..EXPERTS).map(|_| [matrix(&rank.device, 2 * WIDTH, HIDDEN), matrix(&rank.device, HIDDEN, WIDTH)]).collect();
-    let mut group = c.benchmark_group("experts");
+    let mut group = c.benchmark_group("experts/1b/Bf16");
     for rows in [1, 2, 8, 32, 128] {
         let tokens = rows * EXPERTS / TOP_K;
         let mut routing = rank.routing();
@@ -124,6 +127,8 @@ pub fn experts(c: &mut Criterion) {
     group.bench_function("one sequence, active experts", |b| {
         b.iter(|| routings.iter().for_each(|routing| layers.iter().for_each(|layer| rank.products(layer, routing))))
     });
+    group.finish();
+    let mut group = c.benchmark_group("experts/1b");
     for rows in [1, 64, ROWS] {
         let mut routing = rank.routing();
         group.throughput(Throughput::Elements((2 * rows * EXPERTS * HIDDEN) as u64));

@@ -4,7 +4,8 @@
 //! [`lanes::Lanes`], 16 float32 lanes with the same operations on every instruction set, so all instruction sets give
 //! the same bits. The exceptions are [`linear()`] with bfloat16 weights and [`paged_attention`] over a bfloat16 cache
 //! on `avx512_bf16` and `amx`: their instructions take both factors in bfloat16, so activations, queries and softmax
-//! weights are rounded first. All other instruction sets can emulate them.
+//! weights are rounded first. All other instruction sets can emulate them. The router of [`experts`] sums products of
+//! float32 on all of them.
 
 mod activation;
 mod amx;

@@ -1,14 +1,17 @@
 //! The operators of mixture-of-experts layers, on every device that has them.
 
+#[expect(unused, reason = "no test is left out as a whole")]
+#[path = "../../src/cpu/testing/require.rs"]
+mod require;
+
 use std::ops::Range;
 
-use candle_core::Tensor;
 use rollout_kernels::{
     Matrix, MatrixShape, NOT_FORCED, Router, Routing, RoutingShape, Scoring, StorageDtype, TensorView, expert_groups,
 };
 
 use super::common::{Random, Rank, close, devices, reference, values_of};
-use super::require::left_out;
+use require::left_out;
 
 const DTYPES: [StorageDtype; 2] = [StorageDtype::Bf16, StorageDtype::F32];
 
@@ -279,18 +282,17 @@ fn what_is_not_routed_cannot_be_read_or_forced() {
     assert!(empty.is_empty());
 }
 
-/// No tensor needs more than the rows that are there.
 #[test]
-fn steps_without_rows_do_nothing() {
-    let layer = Layer { rows: 1, x: vec![0.5; 16 * 5], ..Layer::new(2) };
+fn a_run_without_rows_computes_nothing() {
+    let layer = Layer::new(2);
     for rank in with_experts() {
         let mut routing = layer.route(&rank, 0..layer.experts, None);
         rank.ops.group_by_expert(&mut routing, 0..0).unwrap();
-        let (out, x) = (rank.zeros(1, layer.hidden), rank.zeros(1, layer.hidden));
+        let [x, out] = [1.0, 7.0].map(|value| rank.tensor(&vec![value; layer.x.len()], layer.rows, layer.hidden));
         let w = matrix(&rank, layer.dtype, layer.hidden, &layer.gate_up);
-        let [gate_up, gated] = [2 * layer.width, layer.width].map(|width| rank.zeros(1, width));
+        let [gate_up, gated] = [2 * layer.width, layer.width].map(|width| rank.tensor(&vec![7.0; width], 1, width));
         rank.ops.expert_linear_silu_mul(&x, &w, &routing, &gate_up, &gated).unwrap();
-        rank.ops.combine(&Tensor::clone(&x), &routing, &out).unwrap();
-        assert!(values_of(&out).iter().all(|value| *value == 0.0));
+        rank.ops.combine(&x, &routing, &out).unwrap();
+        assert!([values_of(&gated), values_of(&out)].concat().iter().all(|value| *value == 7.0), "{}", rank.name());
     }
 }

@@ -3,8 +3,6 @@
 #[path = "../common/mod.rs"]
 mod common;
 mod experts;
-#[path = "../../src/cpu/testing/require.rs"]
-mod require;
 mod rope;
 mod vision;
 

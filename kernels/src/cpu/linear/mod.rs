@@ -5,6 +5,8 @@
 //! nothing else, so a row has the same bits in any batch. Tensor-parallel ranks that each hold a run of leaves get the
 //! result of the whole matrix when their results are added as a tree.
 //!
+//! [`grouped`] runs several products in one job, with the same tiles and so the same bits.
+//!
 //! On AMX a leaf is summed tile by tile instead, in an order that depends on its length alone: see [`tiles`].
 
 use super::activation::SiluMul;
@@ -228,9 +230,9 @@ impl<F: LinearFormat> LinearCall<'_, F> {
 
     /// The panels of the next block that a tile prefetches. That block is the next block of this task or, after the
     /// last one, the first block of the thread's next group, which is probably as many groups further on as there are
-    /// threads, since threads claim tasks in order, or one of the next product. A task's only tile prefetches all panels
-    /// into the first-level cache, and its own weights shortly before it needs them; each of several tiles prefetches a
-    /// part of a panel into the second-level cache.
+    /// threads, since threads claim tasks in order; behind the last group it is one of the next product. A task's only
+    /// tile prefetches all panels into the first-level cache, and its own weights shortly before it needs them; each of
+    /// several tiles prefetches a part of a panel into the second-level cache.
     fn ahead(&self, block: &KBlock<'_>, tile: usize) -> Prefetch<WIDEST> {
         let plan = self.plan;
         let line = |v: usize| {
