@@ -200,10 +200,10 @@ def test_another_base_below_an_adapter_is_an_error_that_says_what_to_do(pair, rn
         "vision_model.encoder.layers.1.attn.qkv.bias",
         "vision_tower.encoder.layer.1.attention.v_proj.bias",
     ),
+    ("phi3", {"": ""}, "model.layers.1.self_attn.qkv_proj.weight", "model.layers.1.self_attn.v_proj.weight"),
+    ("phi3", {"": ""}, "model.layers.0.mlp.gate_up_proj.weight", "model.layers.0.mlp.up_proj.weight"),
 ])  # fmt: skip
-def test_the_base_of_a_vision_language_model_is_compared_by_its_names_in_memory(
-    binary, name, in_memory, changed, served
-):
+def test_the_base_of_a_model_is_compared_by_its_names_in_memory(binary, name, in_memory, changed, served):
     state = {key: array.copy() for key, array in read_model(FIXTURES / name, np.float32).items()}
     with ServerProcess(binary, FIXTURES / name, [*SMALL_CACHE, *FLOAT32]) as process:
         client, trained = connected(process), renamed(in_memory, state)
