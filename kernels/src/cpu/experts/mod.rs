@@ -1,5 +1,5 @@
-//! Mixture-of-experts layers: the router, the products of the experts (by [`grouped_linear`]), and the sum over a row's
-//! experts.
+//! Mixture-of-experts layers: the router, and the sum over a row's experts. The products of the experts are those of
+//! [`grouped_linear`](super::linear::grouped_linear).
 
 mod combine;
 mod route;
