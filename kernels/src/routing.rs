@@ -23,7 +23,7 @@ pub struct Router<'a> {
     pub scale: f32,
 }
 
-/// What a router makes of logits. The experts with the highest scores are chosen; of equal scores, the expert with the
+/// How a router scores the experts by their logits. The experts with the highest scores are chosen; of equal scores, the expert with the
 /// lower number.
 #[derive(Clone, Copy)]
 pub enum Scoring<'a> {

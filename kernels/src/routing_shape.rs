@@ -40,7 +40,7 @@ impl RoutingShape {
 
     /// # Panics
     /// If rows take no experts, or more than there are; if there are more than have a number; if the rank's experts
-    /// are no aligned run of whole groups.
+    /// are not an aligned run of whole groups.
     pub(crate) fn check(&self) {
         let Self { experts, top_k, ref local, .. } = *self;
         assert!((1..=experts).contains(&top_k), "rows take {top_k} of {experts} experts");
@@ -48,7 +48,7 @@ impl RoutingShape {
         let (len, each) = (local.len(), self.group_len());
         let is_run = len > 0 && len.is_multiple_of(each) && (len / each).is_power_of_two();
         let is_aligned = is_run && local.start.is_multiple_of(len) && local.end <= experts;
-        assert!(is_aligned, "experts {local:?} of {experts} are no aligned run of groups of {each}");
+        assert!(is_aligned, "experts {local:?} of {experts} are not an aligned run of groups of {each}");
     }
 }
 
@@ -80,7 +80,7 @@ mod tests {
             let checked = std::panic::catch_unwind(|| shape(experts, local.clone()).check());
             let refused = checked.expect_err("no such run").downcast::<String>().expect("a text");
             let each = experts / expert_groups(experts);
-            assert_eq!(*refused, format!("experts {local:?} of {experts} are no aligned run of groups of {each}"));
+            assert_eq!(*refused, format!("experts {local:?} of {experts} are not an aligned run of groups of {each}"));
         }
         assert_eq!((shape(8, 7..8).most_pairs(5), shape(8, 0..8).most_pairs(5)), (5, 10));
     }

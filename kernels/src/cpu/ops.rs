@@ -61,7 +61,7 @@ fn blocks_mut(cache: &mut KvCache) -> &mut KvBlocks {
     cache.storage_mut()
 }
 
-/// Refuses experts with `n` rows of a matrix each that are no whole panels.
+/// Refuses experts whose `n` rows of a matrix do not fill whole panels.
 fn check_panels(n: usize) -> Result<()> {
     if n.is_multiple_of(super::PANEL) {
         return Ok(());

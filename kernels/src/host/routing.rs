@@ -11,7 +11,7 @@ use crate::routing_shape::RoutingShape;
 #[derive(Clone, Copy)]
 pub(crate) struct HostRouter<'a> {
     pub top_k: usize,
-    /// What is added to the sigmoid of the logits before the choice; without it their softmax weighs.
+    /// Added to the sigmoid of the logits before the choice; without it their softmax weighs.
     pub bias: Option<&'a [f32]>,
     pub normalise: bool,
     pub scale: f32,

@@ -14,7 +14,7 @@ impl Ops {
     /// Chooses the experts of each row of `x` (`[rows, hidden]`) and weighs them, all in float32. A row of `forced`
     /// (`[rows, top_k]`) has the experts that are taken instead of those with the highest scores, with the router's own
     /// weights, or [`NOT_FORCED`] in all places; a step that is captured as a graph has no forced rows. Experts are in
-    /// the order of their weights, of equal weights the lower number first, whoever chose them.
+    /// the order of their weights, of equal weights the lower number first, forced or not.
     ///
     /// `logits` (`[rows, experts]`) is written on the way. All weights of a row are NaN if one of its logits is not
     /// finite, and its experts then the first ones, if they are not forced: the row's sum over experts is NaN.

@@ -9,7 +9,7 @@ use crate::cpu::{Rows, RowsMut};
 use crate::host::{ELSEWHERE, HostRouter, HostRouting};
 use crate::routing_shape::{NOT_FORCED, RoutingShape};
 
-/// What is added to the sum of normalised sigmoids.
+/// Added to the sum by which sigmoids are normalised, as in transformers.
 const SIGMOID_EPS: f64 = 1e-20;
 
 fn sigmoid(x: f64) -> f64 {

@@ -10,7 +10,7 @@ use super::super::rows::{Rows, RowsMut, SharedSlice};
 use crate::host::{HostRouter, HostRouting};
 use crate::routing_shape::NOT_FORCED;
 
-/// What is added to the sum of normalised sigmoids.
+/// Added to the sum by which sigmoids are normalised, as in transformers.
 const SIGMOID_EPS: f32 = 1e-20;
 
 /// Writes the experts of each row of `x` and their weights to `routing`; see [`Ops::route`](crate::Ops::route).
