@@ -24,9 +24,9 @@ struct Layer {
 
 /// The second block of a layer.
 enum FeedForward {
-    Dense(Mlp),
+    Dense(Box<Mlp>),
     /// A mixture of experts.
-    Sparse(Experts),
+    Sparse(Box<Experts>),
 }
 
 /// This rank's part of a decoder.
@@ -152,10 +152,11 @@ impl Parameterized for Layer {
 impl FeedForward {
     fn new(config: &ModelConfig, build: &Build, layer: usize) -> Result<Self> {
         if let Some(experts) = config.experts.as_ref().filter(|experts| experts.layers[layer]) {
-            return Experts::new(config, experts, build, layer).map(Self::Sparse);
+            return Ok(Self::Sparse(Box::new(Experts::new(config, experts, build, layer)?)));
         }
         let name = format!("model.layers.{layer}.mlp");
-        Mlp::new(build, &name, config.hidden_size, config.intermediate_size, config.mlp_bias).map(Self::Dense)
+        let mlp = Mlp::new(build, &name, config.hidden_size, config.intermediate_size, config.mlp_bias)?;
+        Ok(Self::Dense(Box::new(mlp)))
     }
 
     /// Reads the workspace's `normed` and leaves the block's term of the residual stream in `delta`, without
@@ -179,15 +180,15 @@ impl FeedForward {
 
     fn part(&self) -> &dyn Parameterized {
         match self {
-            Self::Dense(mlp) => mlp,
-            Self::Sparse(experts) => experts,
+            Self::Dense(mlp) => &**mlp,
+            Self::Sparse(experts) => &**experts,
         }
     }
 
     fn part_mut(&mut self) -> &mut dyn Parameterized {
         match self {
-            Self::Dense(mlp) => mlp,
-            Self::Sparse(experts) => experts,
+            Self::Dense(mlp) => &mut **mlp,
+            Self::Sparse(experts) => &mut **experts,
         }
     }
 }

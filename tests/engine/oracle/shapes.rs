@@ -34,10 +34,6 @@ pub fn random_config(architecture: &str, dice: &mut ChaCha8Rng) -> Value {
         true => one_of(&[24, 40, 64, 104]),
         false => heads * head_dim,
     };
-    let experts = one_of(&[1, 3, 4, 6, 8, 16]);
-    let top_k = one_of(&[1, 2, 4]).min(experts);
-    let (expert_width, shared_width) = (one_of(&[8, 24, 72]), one_of(&[24, 130]));
-    let sparse_step = one_of(&[1, 2]);
     let window = one_of(&[0, 1, 7, 40]);
     let mut config = json!({
         "architectures": [architecture],
@@ -76,24 +72,8 @@ pub fn random_config(architecture: &str, dice: &mut ChaCha8Rng) -> Value {
             config["use_sliding_window"] = false.into();
             config["attention_bias"] = dice.random::<bool>().into();
         }
-        "MixtralForCausalLM" => {
-            config["num_local_experts"] = experts.into();
-            config["intermediate_size"] = expert_width.into();
-            config["num_experts_per_tok"] = top_k.into();
-        }
-        "Qwen2MoeForCausalLM" | "Qwen3MoeForCausalLM" => {
-            config["num_experts"] = experts.into();
-            config["num_experts_per_tok"] = top_k.into();
-            config["moe_intermediate_size"] = expert_width.into();
-            config["norm_topk_prob"] = dice.random::<bool>().into();
-            config["decoder_sparse_step"] = sparse_step.into();
-            config["mlp_only_layers"] = json!([]);
-            config["max_window_layers"] = 0.into();
-            config["use_sliding_window"] = false.into();
-            config["shared_expert_intermediate_size"] = shared_width.into();
-            if architecture == "Qwen3MoeForCausalLM" {
-                config["attention_bias"] = dice.random::<bool>().into();
-            }
+        "MixtralForCausalLM" | "Qwen2MoeForCausalLM" | "Qwen3MoeForCausalLM" => {
+            add_experts(architecture, dice, &mut config);
         }
         "Phi3ForCausalLM" => {
             config["partial_rotary_factor"] = [1.0, 0.75, 0.5, 0.25].choose(dice).copied().into();
@@ -109,6 +89,30 @@ pub fn random_config(architecture: &str, dice: &mut ChaCha8Rng) -> Value {
         _ => {}
     }
     config
+}
+
+/// Adds the settings of a mixture of experts.
+fn add_experts(architecture: &str, dice: &mut ChaCha8Rng, config: &mut Value) {
+    let mut one_of = |values: &[usize]| *values.choose(dice).unwrap();
+    let experts = one_of(&[1, 3, 4, 6, 8, 16]);
+    config["num_experts_per_tok"] = one_of(&[1, 2, 4]).min(experts).into();
+    let width = one_of(&[8, 24, 72]);
+    if architecture == "MixtralForCausalLM" {
+        config["num_local_experts"] = experts.into();
+        config["intermediate_size"] = width.into();
+        return;
+    }
+    config["num_experts"] = experts.into();
+    config["moe_intermediate_size"] = width.into();
+    config["shared_expert_intermediate_size"] = one_of(&[24, 130]).into();
+    config["decoder_sparse_step"] = one_of(&[1, 2]).into();
+    config["mlp_only_layers"] = json!([]);
+    config["max_window_layers"] = 0.into();
+    config["use_sliding_window"] = false.into();
+    config["norm_topk_prob"] = dice.random::<bool>().into();
+    if architecture == "Qwen3MoeForCausalLM" {
+        config["attention_bias"] = dice.random::<bool>().into();
+    }
 }
 
 /// Random weights for a configuration, so small that each product has about the size of what it multiplies, as in a

@@ -47,7 +47,7 @@ fn all_experts_of_a_layer_come_in_one_tensor_or_one_by_one() {
     for spec in parameters.iter() {
         assert_eq!(whole(&together, spec), whole(&one_by_one, spec), "{}", spec.name);
     }
-    let twice = [&push[..], &[down.clone()]].concat();
+    let twice = [&push[..], std::slice::from_ref(&down)].concat();
     refused(open(UpdateKind::Full, &twice, &parameters), "tensors", &["experts.down_proj", "bring the same parameter"]);
     let mut flat = gate_up.clone();
     flat.entry.shape = vec![EXPERTS * 2 * WIDTH, HIDDEN];
