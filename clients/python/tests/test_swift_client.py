@@ -215,6 +215,26 @@ def test_the_base_of_a_model_is_compared_by_its_names_in_memory(binary, name, in
             synchronise(client, trained)
 
 
+@pytest.mark.parametrize("as_bytes", [False, True])
+def test_the_experts_of_a_layer_are_compared_one_by_one(as_bytes):
+    state = read_model(FIXTURES / "qwen3_moe", np.float32)
+    experts = "model.layers.0.mlp.experts"
+    weights = [[state[f"{experts}.{i}.{part}_proj.weight"] for part in ("gate", "up", "down")] for i in range(8)]
+    in_memory = {
+        "gate_up_proj": np.stack([np.concatenate(parts[:2]) for parts in weights]),
+        "down_proj": np.stack([parts[2] for parts in weights]),
+    }
+    found = {}
+    for name, array in in_memory.items():
+        tensor = (array.tobytes(), "float32", array.shape) if as_bytes else array
+        found |= dict(served_parameters(f"{experts}.{name}", tensor))
+    if as_bytes:
+        found = {name: np.frombuffer(data, dtype).reshape(shape) for name, (data, dtype, shape) in found.items()}
+    assert found.keys() == {name for name in state if name.startswith(experts)}
+    for name, array in found.items():
+        np.testing.assert_array_equal(array, state[name], name)
+
+
 def test_a_base_of_which_the_server_knows_no_name_is_not_taken_for_compared(pair):
     first, _, base = pair
     with pytest.raises(

@@ -1,4 +1,4 @@
-"""The server's parameters of models that have others in a trainer's memory: vision-language models, and Phi-3."""
+"""The server's parameters of models that have others in a trainer's memory: with images, with experts, and Phi-3."""
 
 from __future__ import annotations
 
@@ -39,18 +39,24 @@ _FUSED = {
     "qkv_proj": ("q_proj", "k_proj", "v_proj"),
     "gate_up_proj": ("gate_proj", "up_proj"),
 }
+# The tensors of all experts of a layer, and the projections of an expert in them, one below the other.
+_EXPERTS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
 
 
 def served_parameters(name: str, tensor: Any) -> Iterator[tuple[str, Any]]:
     """The server's parameters, by name, that a trainer's tensor has.
 
-    The server has the projections of a fused module as parameters of their own.
+    The server has the projections of a fused module, and those of each expert, as parameters of their own.
 
     Args:
         name: the tensor's name without prefixes of wrappers.
         tensor: an array, a tensor or `(bytes, dtype, shape)`.
     """
     name = _served_name(name)
+    experts, _, tensor_name = name.rpartition(".")
+    if experts.endswith(".experts") and tensor_name in _EXPERTS:
+        yield from _of_experts(experts, _EXPERTS[tensor_name], tensor)
+        return
     *block, module, kind = name.rsplit(".", 2) if name.count(".") > 1 else (name, "", "")
     projections = _FUSED.get(module, ())
     if not projections or (module == "qkv") != name.startswith(_TOWERS):
@@ -59,6 +65,17 @@ def served_parameters(name: str, tensor: Any) -> Iterator[tuple[str, Any]]:
     rows = _rows(module, [int(size) for size in (tensor[2] if isinstance(tensor, tuple) else tensor.shape)])
     for projection, part in zip(projections, _divided(tensor, rows), strict=True):
         yield ".".join([*block, projection, kind]), part
+
+
+def _of_experts(experts: str, projections: tuple[str, ...], tensor: Any) -> Iterator[tuple[str, Any]]:
+    """The weights of each expert in a tensor `[experts, rows, columns]`."""
+    count, rows, columns = (int(size) for size in (tensor[2] if isinstance(tensor, tuple) else tensor.shape))
+    names = [f"{experts}.{index}.{projection}.weight" for index in range(count) for projection in projections]
+    if isinstance(tensor, tuple):
+        flat = (*tensor[:2], (count * rows, columns))
+    else:
+        flat = tensor.reshape(count * rows, columns)
+    return zip(names, _divided(flat, [count * rows // len(names)] * len(names)), strict=True)
 
 
 def _rows(module: str, shape: list[int]) -> list[int]:
