@@ -23,8 +23,8 @@ pub struct Router<'a> {
     pub scale: f32,
 }
 
-/// How a router scores the experts by their logits. The experts with the highest scores are chosen; of equal scores, the expert with the
-/// lower number.
+/// How a router scores the experts by their logits. The experts with the highest scores are chosen; of equal scores,
+/// the expert with the lower number.
 #[derive(Clone, Copy)]
 pub enum Scoring<'a> {
     /// The logits choose, and their softmax over all experts weighs (Qwen-MoE; Mixtral, normalised).

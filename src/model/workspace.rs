@@ -49,7 +49,8 @@ pub struct HeadBuffers<T> {
     gathered_logits: Option<T>,
 }
 
-/// The activations of mixtures of experts, float32. `ExpertBuffers<Extent>` is their plan: the rows and the width of each.
+/// The activations of mixtures of experts, float32. `ExpertBuffers<Extent>` is their plan: the rows and the width of
+/// each.
 #[derive(Clone)]
 pub struct ExpertBuffers<T> {
     /// The router's, one row per token.

@@ -13,8 +13,8 @@ const FUSED: [(&str, &[&str]); 2] =
     [("qkv_proj", &["q_proj", "k_proj", "v_proj"]), ("gate_up_proj", &["gate_proj", "up_proj"])];
 /// The fused projections of a vision tower's attention, and the parameters of it.
 const TOWER_ATTENTION: (&str, &[&str]) = ("qkv", &["q_proj", "k_proj", "v_proj"]);
-/// Names of the tensors `[experts, rows, columns]` in which trainers keep projections of all experts of a layer, and the
-/// projections of an expert that each has one below the other.
+/// Names of the tensors `[experts, rows, columns]` in which trainers keep projections of all experts of a layer, and
+/// the projections of an expert that each has one below the other.
 const FUSED_EXPERTS: [(&str, &[&str]); 2] =
     [("gate_up_proj", &["gate_proj", "up_proj"]), ("down_proj", &["down_proj"])];
 /// The module of a layer that holds its experts, by their numbers.

@@ -66,8 +66,8 @@ impl Checker<'_> {
         Ok(roundings)
     }
 
-    /// Checks that the factors of experts are such as PEFT makes, in float32: those of 16 bits it rounds before they are
-    /// scaled too.
+    /// Checks that the factors of experts are such as PEFT makes, in float32: PEFT rounds those of 16 bits before it
+    /// scales them, too.
     fn check_is_plain(&self, a: usize, b: usize) -> Result<()> {
         let dtype = self.same_dtype(a, b)?;
         if dtype != Dtype::F32 {
