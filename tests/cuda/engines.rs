@@ -10,7 +10,7 @@ use crate::common::{Engine, Push, Request, bits, fixture, random_prompts, random
 use crate::share_driver;
 
 const CUDA: [&str; 2] = ["--device", "cuda"];
-const MODELS: [&str; 5] = ["llama", "llama-tied", "qwen2", "qwen3", "mistral"];
+const MODELS: [&str; 7] = ["llama", "llama-tied", "qwen2", "qwen3", "mistral", "smollm3", "phi3"];
 /// Tokens of each sequence that are compared with transformers.
 const COMPARED: usize = 48;
 /// Largest difference per token in float32 that the numerics contract allows.
@@ -181,4 +181,11 @@ fn sleep_gives_the_devices_memory_back_and_wake_brings_the_same_policy() {
     engine.push(Push::full(&weights)).expect("pushed");
     assert!(engine.checksums() == sums, "after level 2");
     assert_eq!(together(&engine), expected, "after level 2");
+}
+
+#[test]
+fn experts_are_refused_at_the_start() {
+    let _shared = share_driver();
+    let refused = Engine::try_start("qwen3_moe", &CUDA).err().expect("it is refused").to_string();
+    assert!(refused.contains("mixtures of experts do not run on GPUs yet; serve this model with --device cpu"));
 }
