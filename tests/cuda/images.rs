@@ -1,7 +1,7 @@
 //! Prompts with images on a CUDA device: log-probabilities against transformers, and the same bits in chunks, from the
 //! cache and in captured graphs. Those of several ranks are in `ranks`.
 
-use rollout_server::error::Error;
+use rollout_server::error::Result;
 use rollout_server::types::{SamplingParams, TokenId};
 
 use crate::common::images::{Case, Reference, with_images};
@@ -38,7 +38,7 @@ pub fn sample(engine: &Engine, cases: &[Case]) -> Vec<Vec<(TokenId, u32, u32)>> 
 }
 
 /// [`sample`], or why the request has failed.
-pub fn try_sample(engine: &Engine, cases: &[Case]) -> Result<Vec<Vec<(TokenId, u32, u32)>>, Error> {
+pub fn try_sample(engine: &Engine, cases: &[Case]) -> Result<Vec<Vec<(TokenId, u32, u32)>>> {
     let params = SamplingParams { max_tokens: 5, temperature: 0.8, top_p: 0.9, ..Default::default() };
     let request = |prompts| Request::generate(prompts, 2, SEED, 0).params(params.clone());
     let reply = engine.generate(with_images(request, cases));
