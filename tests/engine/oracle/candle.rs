@@ -148,7 +148,13 @@ fn of_candle(config: &Value) -> Value {
             config["sliding_window"] = u32::MAX.into();
             config["use_flash_attn"] = false.into();
         }
-        Some("Qwen3MoeForCausalLM") => config["max_window_layers"] = 0.into(),
+        Some("Qwen3MoeForCausalLM") => {
+            config["max_window_layers"] = 0.into();
+            // As transformers 5 writes it.
+            if let Some(experts) = config.get("num_local_experts").cloned() {
+                config["num_experts"] = experts;
+            }
+        }
         _ => {}
     }
     config
