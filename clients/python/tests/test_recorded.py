@@ -50,11 +50,13 @@ def values(name, shape, scale):
 
 
 def adapter(state, salt):
-    """Factors for all linear layers of a model, and their configuration."""
+    """Factors for all linear layers of a model but experts, which no resident adapter can change, and their
+    configuration.
+    """
     tensors = {}
     for name, array in state.items():
         module = name.removesuffix(".weight")
-        if module.rpartition(".")[2] in LINEAR:
+        if module.rpartition(".")[2] in LINEAR and ".experts." not in module:
             prefix = f"base_model.model.{module}"
             tensors[f"{prefix}.lora_A.weight"] = values(f"{salt} {name} A", (RANK, array.shape[1]), 0.3)
             tensors[f"{prefix}.lora_B.weight"] = values(f"{salt} {name} B", (array.shape[0], RANK), 0.3)
