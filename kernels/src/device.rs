@@ -154,7 +154,7 @@ impl Device {
     /// [`DeviceError::Unsupported`] if the device has no operators for experts; [`DeviceError::OutOfMemory`].
     ///
     /// # Panics
-    /// If there are no such experts, or this rank's are not an aligned run of
+    /// If the shape has no such experts, or the rank's experts are not an aligned run of
     /// [`expert_groups`](crate::expert_groups).
     pub fn routing(&self, shape: RoutingShape) -> Result<Routing, DeviceError> {
         shape.check();

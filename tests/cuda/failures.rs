@@ -48,7 +48,7 @@ enum Work {
     DoraOfPushedOnTwoRanks,
     WakeWithDoraOnTwoRanks,
     Step,
-    /// Of two pictures whose embeddings are not held, and the prefill and samples behind them.
+    /// Encodes two pictures whose embeddings are not cached, then prefills and samples.
     Encode,
 }
 

@@ -143,7 +143,7 @@ fn routers_and_products_of_experts_are_those_of_the_reference() {
             for (found, expected) in weights[0].iter().zip(&weights[1]) {
                 close(*found, *expected, 2e-6, rank.name());
             }
-            // What the device multiplies: some round the input to bfloat16 first.
+            // Some devices round the input to bfloat16 before they multiply.
             let seen = |x: &[f32]| if layer.dtype == StorageDtype::Bf16 { rank.seen(x) } else { x.to_vec() };
             let (x, h, rows) = (seen(&layer.x), seen(&h), random.below(layer.rows)..layer.rows);
             let [mut found, mut expected] =

@@ -58,7 +58,7 @@ fn linear_layers_are_those_of_the_reference() {
             let shape = MatrixShape { dtype, n, k, leaves };
             let (x, weights, bias) = (random.normals(m * k, 1.0), random.normals(n * k, 1.0), random.normals(n, 1.0));
             for rank in devices() {
-                // What the device multiplies: some round the input to bfloat16 first.
+                // Some devices round the input to bfloat16 before they multiply.
                 let seen = if dtype == StorageDtype::Bf16 { rank.seen(&x) } else { x.clone() };
                 let product = |rank: &Rank, x: &[f32], weights: &[f32], bias: &[f32]| {
                     let (x, out) = (rank.tensor(x, m, k), rank.zeros(m, n));

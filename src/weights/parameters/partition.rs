@@ -68,7 +68,7 @@ impl Partition {
     /// Which of `len` items this rank has if they are divided evenly, neighbours together.
     ///
     /// # Panics
-    /// As for [`Partition::share`].
+    /// If `len` is not a multiple of the number of ranks.
     pub fn even_range(self, len: usize) -> Range<usize> {
         let share = self.share(len);
         self.rank * share..(self.rank + 1) * share

@@ -228,7 +228,7 @@ fn forced_rows_take_what_they_are_given_with_the_routers_own_weights() {
         let case = Case::new(&mut random, 60, experts, top_k);
         let cpu = Cpu::with_isa(2, Isa::all()[random.below(Isa::all().len())]);
         let (free, free_weights) = case.route(&cpu, &case.x, None);
-        // What was chosen, in any order, for some rows; for the others nothing.
+        // Some rows are forced to the experts that they chose, in any order; the others are free.
         let mut replayed = free.clone();
         for row in replayed.chunks_mut(top_k) {
             random.shuffle(row);

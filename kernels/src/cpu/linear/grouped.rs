@@ -32,7 +32,7 @@ pub(crate) fn grouped_linear(cpu: &Cpu, x: SelectedRows<'_>, w: &PackedMatrix, s
 /// that they gate.
 ///
 /// # Panics
-/// As for [`grouped_linear`], and if the gates of a part do not fill whole panels.
+/// If [`grouped_linear`] would panic, or the gates of a part do not fill whole panels.
 pub(crate) fn grouped_linear_silu_mul(
     cpu: &Cpu,
     x: SelectedRows<'_>,
