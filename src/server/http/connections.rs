@@ -100,7 +100,9 @@ async fn serve_connection(accepted: Accepted, routes: Router, stop: Cancellation
             }
         }
     };
+    // In this order: what a client sent before it left is read first.
     let ended = tokio::select! {
+        biased;
         ended = serve_until_stopped => ended,
         () = watch.left() => return tracing::debug!("connection closed: its client has left"),
         () = hang_up.cancelled() => return tracing::debug!("connection closed: its client does not read"),
@@ -129,8 +131,9 @@ impl ClientWatch {
 
     /// Waits until the client has hung up, or has vanished while it should have acknowledged something.
     async fn left(self) {
-        let mut checks = tokio::time::interval(CHECK_INTERVAL);
         let (mut answers, mut last_check) = (Answers::default(), Instant::now());
+        // Not at once: a client may send a request and hang up before the request is read.
+        let mut checks = tokio::time::interval_at(last_check + CHECK_INTERVAL, CHECK_INTERVAL);
         loop {
             checks.tick().await;
             let now = Instant::now();
@@ -179,9 +182,39 @@ fn info(socket: RawFd) -> io::Result<libc::tcp_info> {
 
 #[cfg(test)]
 mod tests {
+    use std::io::Write as _;
+
+    use axum::routing::post;
     use tokio::net::TcpListener;
 
     use super::*;
+    use crate::observe::Observer;
+
+    /// Its handler must run to the end of what was sent: it may have to end what the client has begun.
+    #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+    async fn a_request_is_read_to_its_end_although_its_client_has_left() {
+        const CLIENTS: usize = 300;
+        let port = std::net::TcpListener::bind("127.0.0.1:0").expect("a port");
+        port.set_nonblocking(true).expect("an option");
+        let address = port.local_addr().expect("it has one");
+        let listener = Listener::new(port, CLIENTS, None, &Observer::new().0.metrics).expect("it is watched");
+        let (begun, mut begins) = tokio::sync::mpsc::unbounded_channel();
+        let begin = async move |request: Request<axum::body::Body>| {
+            let cut = axum::body::to_bytes(request.into_body(), 10).await;
+            begun.send(cut.is_err()).expect("the test listens");
+        };
+        let server = serve_connections(listener, Router::new().route("/", post(begin)), CancellationToken::new());
+        let server = tokio::spawn(server);
+        for _ in 0..CLIENTS {
+            let mut stream = std::net::TcpStream::connect(address).expect("it listens");
+            stream.write_all(b"POST / HTTP/1.1\r\nhost: a\r\ncontent-length: 4\r\n\r\nab").expect("it is open");
+        }
+        for client in 0..CLIENTS {
+            let is_cut = tokio::time::timeout(Duration::from_secs(60), begins.recv()).await;
+            assert_eq!(is_cut, Ok(Some(true)), "{client} of {CLIENTS} requests are read so far");
+        }
+        server.abort();
+    }
 
     #[tokio::test]
     async fn a_watched_connection_has_its_options() {
