@@ -118,6 +118,11 @@ pub struct Config {
     )]
     pub limit_mm_per_prompt: ImageLimit,
 
+    /// Keep the experts that tokens take beside their KV, so that requests may ask for them (a mixture-of-experts model
+    /// only).
+    #[arg(long, help_heading = "Serving", env = "ROLLOUT_RETURN_ROUTING", alias = "enable-return-routed-experts")]
+    pub return_routing: bool,
+
     /// Maximum samples that wait; further requests fail with RESOURCE_EXHAUSTED.
     #[arg(
         long,

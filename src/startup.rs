@@ -18,16 +18,19 @@ use crate::comm::Trainers;
 use crate::config::{Config, DTypeChoice, GraphsChoice, ReasoningChoice, SpeculationChoice};
 use crate::engine::{COMMAND_QUEUE, Engine, EngineHandle, Setup};
 use crate::error::{Error, Result};
-use crate::model::config::{ModelConfig, VisionConfig};
-use crate::model::{Build, Model, ModelLimits, Parameterized, Tower, TowerShape};
+use crate::model::config::{ExpertsConfig, ModelConfig, VisionConfig};
+use crate::model::{Build, Model, ModelLimits, Parameterized, Tower, TowerShape, WorkspaceShape};
 use crate::observe::{Observer, Recorder};
 use crate::pixels::DecodeSlots;
 use crate::scheduler::{ImageScheduling, Scheduler, SchedulerConfig, Speculation};
-use crate::server::{HeldPictures, ImageRules, ModelFacts, PromptEncoder, RequestTemplates, ServingContext, pb};
+use crate::server::{
+    HeldPictures, ImageRules, ModelFacts, PromptEncoder, RequestTemplates, RoutingRules, ServingContext, pb,
+};
 use crate::text::{
     ChatTemplate, ReasoningFormat, Tokenizer, read_tokenizer_config, special_tokens_of_config, special_tokens_of_gguf,
     tokenizer_info,
 };
+use crate::types::RoutingFormat;
 use crate::weights::{
     BROADCAST_BUFFER_BYTES, Dtype, ModelFiles, ModelSource, ParamSpec, Parameters, Partition, Sources, TokenizerFiles,
     largest_broadcast,
@@ -114,6 +117,8 @@ struct Layout {
     block_size: usize,
     /// Whether devices may capture steps as CUDA graphs and replay them.
     uses_graphs: bool,
+    /// How the experts of a token are kept beside its KV, if they are.
+    routing: Option<RoutingFormat>,
     devices: Devices,
 }
 
@@ -173,6 +178,7 @@ pub fn start(config: &Config, observer: Observer, recorder: Recorder) -> Result<
     let thread = std::thread::Builder::new().name("engine".into()).spawn(move || engine.run());
     let thread = thread.map_err(|e| Error::Internal(format!("cannot start the engine's thread: {e}")))?;
     let model = ModelFacts {
+        routing: model.experts.as_ref().map(|experts| routing_rules(&layout, experts)),
         images: model.vision.map(|vision| image_rules(config, &layout, vision)),
         names: config.served_names(),
         root: config.model.clone(),
@@ -197,6 +203,16 @@ pub fn start(config: &Config, observer: Observer, recorder: Recorder) -> Result<
         writes_token_ids: config.return_tokens_as_token_ids,
     };
     Ok((context, thread))
+}
+
+/// The experts that tokens take.
+fn routing_rules(layout: &Layout, experts: &ExpertsConfig) -> RoutingRules {
+    RoutingRules {
+        layers: (0..).zip(&experts.layers).filter(|(_, has)| **has).map(|(layer, _)| layer).collect(),
+        format: experts.routing_format(),
+        is_kept: layout.routing.is_some(),
+        num_layers: experts.layers.len(),
+    }
 }
 
 /// How prompts may have images.
@@ -270,6 +286,11 @@ impl Layout {
                 "--max-model-len {max_model_len}: must be at most {longest}, the positions that the model has"
             )));
         }
+        let routing = model.experts.as_ref().map(ExpertsConfig::routing_format);
+        if config.return_routing && routing.is_none() {
+            let name = model.architecture_name();
+            return Err(Error::Config(format!("--return-routing: {name} has no experts; remove the flag")));
+        }
         Ok(Self {
             world: config.tp,
             weights,
@@ -284,8 +305,19 @@ impl Layout {
                 GraphsChoice::On => true,
                 GraphsChoice::Off => false,
             },
+            routing: routing.filter(|_| config.return_routing),
             devices,
         })
+    }
+
+    /// The shape of a rank's workspace.
+    fn workspace(&self, model: &ModelConfig, rank: usize) -> WorkspaceShape {
+        WorkspaceShape {
+            config: model.clone(),
+            build: self.build(rank),
+            max_batch_tokens: self.max_batch_tokens,
+            keeps_routing: self.routing.is_some(),
+        }
     }
 
     /// The shape of the vision tower's workspace; `None` for a model that takes no images.
@@ -308,6 +340,7 @@ impl Layout {
             max_model_len: self.max_model_len,
             max_queued_samples: config.max_queued_samples,
             images: self.images(model),
+            routing_row_bytes: self.routing.map_or(0, |format| format.row_bytes()),
             speculation: match config.speculation {
                 SpeculationChoice::Auto => Speculation::AUTO,
                 SpeculationChoice::Off => Speculation::OFF,

@@ -1,8 +1,11 @@
-//! Hashes of full blocks: a SHA-256 chain over token ids and images, so that equal hashes mean equal prefixes.
+//! Hashes of full blocks: a SHA-256 chain over token ids, images and forced experts, so that equal hashes mean equal
+//! prefixes.
+
+use std::ops::Range;
 
 use sha2::{Digest, Sha256};
 
-use crate::types::{PromptImage, TokenId};
+use crate::types::{Prompt, PromptImage, TokenId};
 
 /// The policy and the resident adapter that computed KV: its bits depend on them, besides the tokens. The hash
 /// chain of a sequence starts from its salt, so cached blocks of one policy can never be found by another. A policy is
@@ -15,8 +18,8 @@ pub struct CacheSalt {
     pub adapter: Option<u64>,
 }
 
-/// SHA-256 by which a full block is found in the prefix cache. It covers the block's tokens and images, and all blocks
-/// before it.
+/// SHA-256 by which a full block is found in the prefix cache. It covers the block's tokens, images and forced
+/// experts, and all blocks before it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct BlockHash([u8; 32]);
 
@@ -47,6 +50,19 @@ impl BlockHash {
         }
         Self(sha.finalize().into())
     }
+
+    /// Hash of the block with the hash `self` whose `tokens`, by their indices in the sequence, were forced to the
+    /// experts `rows`. KV depends on them.
+    fn forced(&self, tokens: Range<usize>, rows: &[u8]) -> Self {
+        let mut sha = Sha256::new();
+        sha.update(self.0);
+        // The hash of a block that follows `self` has a token id here, which is lower.
+        sha.update(TokenId::MAX.to_le_bytes());
+        sha.update((tokens.start as u64).to_le_bytes());
+        sha.update((tokens.end as u64).to_le_bytes());
+        sha.update(rows);
+        Self(sha.finalize().into())
+    }
 }
 
 /// Hashes of a sequence's full blocks, from its first block on. It grows with the sequence.
@@ -61,21 +77,23 @@ impl HashChain {
         Self { root: BlockHash::root(salt), blocks: Vec::new() }
     }
 
-    /// The chain of all full blocks of `tokens`, a sequence whose prompt has these `images`.
-    pub fn of(salt: CacheSalt, tokens: &[TokenId], images: &[PromptImage], block_size: usize) -> Self {
+    /// The chain of all full blocks of `tokens`, a sequence that begins with `prompt`.
+    pub fn of(salt: CacheSalt, tokens: &[TokenId], prompt: &Prompt, block_size: usize) -> Self {
         let mut chain = Self::new(salt);
-        tokens.chunks_exact(block_size).for_each(|block| chain.push(block, images));
+        tokens.chunks_exact(block_size).for_each(|block| chain.push(block, prompt));
         chain
     }
 
-    /// Appends the next full block. `tokens` are the block's own, `block_size` of them; `images` are those of the
-    /// whole prompt.
-    pub fn push(&mut self, tokens: &[TokenId], images: &[PromptImage]) {
+    /// Appends the next full block of a sequence that begins with `prompt`. `tokens` are the block's own, `block_size`
+    /// of them.
+    pub fn push(&mut self, tokens: &[TokenId], prompt: &Prompt) {
         let start = self.len() * tokens.len();
         let end = start + tokens.len();
-        let inside = images.iter().filter(|image| image.placeholders.start < end && start < image.placeholders.end);
+        let is_inside = |image: &&PromptImage| image.placeholders.start < end && start < image.placeholders.end;
         let parent = self.blocks.last().unwrap_or(&self.root);
-        self.blocks.push(parent.child(tokens, inside));
+        let child = parent.child(tokens, prompt.images.iter().filter(is_inside));
+        let forced = prompt.routing.as_ref().and_then(|routing| routing.within(start..end));
+        self.blocks.push(forced.map_or(child, |(tokens, rows)| child.forced(tokens, rows)));
     }
 
     /// Number of blocks hashed so far.
@@ -95,13 +113,13 @@ impl HashChain {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::types::{Picture, Prompt};
+    use crate::types::{ForcedRouting, Picture};
 
     #[test]
     fn a_hash_depends_on_salt_parent_tokens_and_their_order() {
         let chain = |epoch, adapter, blocks: &[[TokenId; 2]]| {
             let mut chain = HashChain::new(CacheSalt { epoch, adapter });
-            blocks.iter().for_each(|b| chain.push(b, &[]));
+            blocks.iter().for_each(|b| chain.push(b, &Prompt::default()));
             *chain.as_slice().last().expect("blocks were pushed")
         };
         let variants = [
@@ -128,7 +146,7 @@ mod tests {
         let picture = |gray| Picture::new("image", 1, 1, 1, vec![gray; 3]).unwrap();
         let images = images.iter().map(|(gray, range)| (picture(*gray), range.clone(), [1, range.len()]));
         let prompt = Prompt::with_images(vec![7; 12], images);
-        HashChain::of(SALT, &prompt.tokens, &prompt.images, 4).as_slice().to_vec()
+        HashChain::of(SALT, &prompt.tokens, &prompt, 4).as_slice().to_vec()
     }
 
     #[test]
@@ -163,5 +181,33 @@ mod tests {
         let across = hashes(&[(1, 2..10)]);
         assert!(across.iter().zip(hashes(&[(2, 2..10)])).all(|(a, b)| *a != b), "every block has a part of it");
         assert_eq!(hashes(&[(1, 8..9)])[..2], hashes(&[(2, 8..9)])[..2], "only the last has a part of it");
+    }
+
+    #[test]
+    fn the_same_tokens_under_other_experts_share_no_block_from_the_first_forced_row_on() {
+        let hashes = |routing: Option<(usize, &[u8])>| {
+            let routing = routing.map(|(first, rows)| ForcedRouting::new(first, 2, rows));
+            let prompt = Prompt { routing, ..Prompt::from_tokens(vec![7; 12]) };
+            HashChain::of(SALT, &prompt.tokens, &prompt, 4).as_slice().to_vec()
+        };
+        // The first block comes before every row.
+        let variants = [
+            None,
+            Some((5, &[0, 1][..])),
+            Some((5, &[1, 0])),
+            Some((6, &[0, 1])),
+            Some((5, &[0, 1, 0, 1])),
+            Some((7, &[0, 1, 2, 3])),
+        ];
+        for (i, a) in variants.iter().enumerate() {
+            for (j, b) in variants.iter().enumerate() {
+                let (a, b) = (hashes(*a), hashes(*b));
+                assert_eq!(a[0], b[0]);
+                assert_eq!((a[1] == b[1], a[2] == b[2]), (i == j, i == j), "variants {i} and {j}");
+            }
+        }
+        let [last, other] = [[0, 1], [2, 3]].map(|row| hashes(Some((8, &row))));
+        assert_eq!(last[..2], other[..2], "only the last has a row");
+        assert_ne!(last[2], other[2]);
     }
 }

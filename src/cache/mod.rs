@@ -1,5 +1,6 @@
 //! Bookkeeping of the paged KV cache: the tokens of each physical block, the sequences that share it, and its hash.
-//! [`EmbeddingCache`] records which images' embeddings the device holds.
+//! [`EmbeddingCache`] records which images' embeddings the device holds, and [`RoutingCache`] keeps the experts that
+//! tokens took.
 //!
 //! Pure: nothing here touches KV bytes. A block is in one of two states:
 //!
@@ -18,8 +19,10 @@ mod embeddings;
 mod hash;
 mod manager;
 mod pool;
+mod routing;
 
 pub use embeddings::EmbeddingCache;
 pub use hash::{BlockHash, CacheSalt, HashChain};
 pub use manager::{BlockTable, KvCacheManager, PrefixMatch};
 pub use pool::{BlockCounts, BlockPool};
+pub use routing::RoutingCache;

@@ -8,7 +8,7 @@ use super::client::CancelFlag;
 use crate::error::Error;
 use crate::grammar::Grammar;
 use crate::memory::{Backlog, Charge};
-use crate::types::{FinishReason, Owner, Prompt, SamplingParams, TokenLogprobs, WeightVersion};
+use crate::types::{FinishReason, Owner, Prompt, RoutingFormat, SamplingParams, TokenLogprobs, WeightVersion};
 
 /// A request on its way into the engine.
 pub struct GenerateCommand {
@@ -30,6 +30,8 @@ pub struct ValidRequest {
     /// Sampling of the prompts, by index, to which `params` and `grammar` do not apply. Empty for
     /// [`RequestKind::Score`].
     pub prompt_sampling: BTreeMap<u32, PromptSampling>,
+    /// How the experts that tokens took are returned, if they are. The server must keep them.
+    pub return_routing: Option<RoutingFormat>,
     /// Name of the resident adapter to use.
     pub adapter: Option<String>,
     /// The request is rejected if the policy has any other version.
@@ -112,10 +114,17 @@ pub enum Event {
     /// The end of a streamed text, which was held back until the sample ended. It is sent just before the completion,
     /// and is not empty.
     Text { prompt_index: u32, sample_index: u32, text: String },
-    /// Log-probabilities of a prompt's last tokens, sent once they are computed: of all from the second on if the
-    /// request scores or has `prompt_logprobs`, else of those that have [`Prompt::logprob_token_ids`]. One policy,
-    /// `weight_version`, computed them.
-    PromptLogprobs { prompt_index: u32, logprobs: Vec<TokenLogprobs>, weight_version: WeightVersion },
+    /// A prompt was computed, by one policy, `weight_version`. Sent if the request asks for one of these.
+    PromptDone {
+        prompt_index: u32,
+        /// Log-probabilities of the prompt's last tokens: of all from the second on if the request scores or has
+        /// `prompt_logprobs`, else of those that have [`Prompt::logprob_token_ids`].
+        logprobs: Option<Vec<TokenLogprobs>>,
+        /// The experts of the prompt's tokens but for the last one of a scored prompt, which is not run. Empty unless
+        /// `return_routing` is set.
+        routing: Vec<u8>,
+        weight_version: WeightVersion,
+    },
     /// One sample has ended.
     Completion(Completion),
     /// All samples have ended. This is a terminal event.
@@ -130,10 +139,10 @@ impl Event {
         let heap = match self {
             Self::Token { logprobs, text, .. } => logprobs.heap_bytes() + text.as_ref().map_or(0, String::len),
             Self::Text { text, .. } => text.len(),
-            Self::PromptLogprobs { logprobs, .. } => tokens_bytes(logprobs),
+            Self::PromptDone { logprobs, routing, .. } => logprobs.as_deref().map_or(0, tokens_bytes) + routing.len(),
             Self::Completion(c) => {
                 let text = c.text.as_ref().map_or(0, String::len);
-                tokens_bytes(&c.tokens) + size_of_val(&c.weight_versions[..]) + text
+                tokens_bytes(&c.tokens) + size_of_val(&c.weight_versions[..]) + text + c.routing.len()
             }
             Self::Done(_) | Self::Failed(_) => 0,
         };
@@ -162,6 +171,9 @@ pub struct Completion {
     pub seed: u64,
     /// Number of the prompt's tokens whose KV came from the prefix cache.
     pub cached_tokens: u32,
+    /// The experts of `tokens` without the last one, which is not run: those in the step that sampled the token after.
+    /// Empty unless `return_routing` is set.
+    pub routing: Vec<u8>,
 }
 
 /// Times of a sample that has tokens.

@@ -54,6 +54,8 @@ struct Sample {
     tokens: Vec<TokenLogprobs>,
     /// Versions of the policies that made the tokens, as `(version, start, end)` over `tokens`.
     weight_versions: Vec<(WeightVersion, u32, u32)>,
+    /// The experts of the tokens but the last one, if they are returned.
+    routing: Vec<u8>,
     /// The sample's text, if the request has stop strings or asks for text.
     text: Option<SampleText>,
     /// Times of its first and last token.
@@ -64,8 +66,17 @@ struct Sample {
 
 impl Sample {
     fn new(seed: u64, prompt_tokens: usize, text: Option<SampleText>) -> Self {
-        let (tokens, weight_versions) = (Vec::new(), Vec::new());
-        Self { seed, prompt_tokens, cached_tokens: 0, tokens, weight_versions, text, span: None, grammar_bytes: 0 }
+        Self {
+            seed,
+            prompt_tokens,
+            cached_tokens: 0,
+            tokens: Vec::new(),
+            weight_versions: Vec::new(),
+            routing: Vec::new(),
+            text,
+            span: None,
+            grammar_bytes: 0,
+        }
     }
 
     /// Bytes of text that the sample holds.
@@ -138,7 +149,8 @@ impl RequestState {
                     GroupKind::Sample { seeds, prompt_logprobs }
                 }
             };
-            groups.push(Group { key, prompt, params, salt, kind, grammar });
+            let returns_routing = self.request.return_routing.is_some();
+            groups.push(Group { key, prompt, params, salt, kind, grammar, returns_routing });
         }
         groups
     }
@@ -239,13 +251,14 @@ impl RequestState {
         }
     }
 
-    /// Notes that the policy `weight_version` computed a whole prompt, and sends its log-probabilities if they were
-    /// requested.
+    /// Notes that the policy `weight_version` computed a whole prompt, and sends its experts and its log-probabilities
+    /// if they were requested.
     pub fn prompt_done(
         &mut self,
         group: GroupKey,
         cached_tokens: u32,
         logprobs: Option<Vec<TokenLogprobs>>,
+        routing: Vec<u8>,
         weight_version: WeightVersion,
     ) {
         self.begun = true;
@@ -255,9 +268,9 @@ impl RequestState {
         for (_, sample) in self.samples.range_mut(sample(0)..=sample(u32::MAX)) {
             sample.cached_tokens = cached_tokens;
         }
-        if let Some(logprobs) = logprobs {
-            let prompt_index = group.prompt_index;
-            (self.client.responder)(Event::PromptLogprobs { prompt_index, logprobs, weight_version });
+        let prompt_index = group.prompt_index;
+        if logprobs.is_some() || !routing.is_empty() {
+            (self.client.responder)(Event::PromptDone { prompt_index, logprobs, routing, weight_version });
         }
     }
 
@@ -266,14 +279,15 @@ impl RequestState {
         self.samples.contains_key(&key)
     }
 
-    /// Adds a sample's next token, which the policy `version` made in a step that ended `now`, and streams it if the
-    /// request streams tokens. Returns whether the sample has ended, by `finish` or by a stop string.
+    /// Adds a sample's next token, which the policy `version` made in a step that ended `now`, with the experts of the
+    /// token before, and streams it if the request streams tokens. Returns whether the sample has ended, by `finish` or
+    /// by a stop string.
     pub fn token(
         &mut self,
         key: SampleKey,
         logprobs: TokenLogprobs,
         finish: Option<FinishReason>,
-        grammar_bytes: usize,
+        (grammar_bytes, routing): (usize, &[u8]),
         (version, now): (WeightVersion, Instant),
     ) -> bool {
         self.note_token(key, now);
@@ -291,9 +305,11 @@ impl RequestState {
             let (logprobs, is_last) = (logprobs.clone(), finish.is_some());
             (self.client.responder)(Event::Token { prompt_index, sample_index, logprobs, text, is_last });
         }
-        let grown = tokens_bytes(std::slice::from_ref(&logprobs)) + sample.text_bytes() - text_bytes;
+        let text_grown = sample.text_bytes() - text_bytes;
+        let grown = tokens_bytes(std::slice::from_ref(&logprobs)) + routing.len() + text_grown;
         self.client.charge.grow_always((grown + grammar_bytes) as u64);
         sample.grammar_bytes += grammar_bytes.min(GrammarState::BYTES_PER_TOKEN);
+        sample.routing.extend_from_slice(routing);
         sample.push(logprobs, version);
         self.tokens += 1;
         if let Some(reason) = finish {
@@ -369,7 +385,8 @@ impl RequestState {
             self.summary.times = Some(SampleTimes { queued, first_token, decoded: last - first });
         }
         // From here on the backlog counts them.
-        self.client.charge.shrink((tokens_bytes(&sample.tokens) + sample.text_bytes() + sample.grammar_bytes) as u64);
+        let held = tokens_bytes(&sample.tokens) + sample.routing.len() + sample.text_bytes() + sample.grammar_bytes;
+        self.client.charge.shrink(held as u64);
         let (prompt_index, sample_index) = (key.group.prompt_index, key.sample_index);
         let text = sample.text.and_then(|text| text.finish(finish_reason == FinishReason::StopString));
         if self.streams_tokens()
@@ -386,6 +403,7 @@ impl RequestState {
             weight_versions: sample.weight_versions,
             seed: sample.seed,
             cached_tokens: sample.cached_tokens,
+            routing: sample.routing,
         }));
     }
 }

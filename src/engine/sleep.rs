@@ -102,7 +102,7 @@ impl Sleep {
             assert_eq!(reserved(MemoryUse::Weights), weights, "the entry of weights that are awake");
             assert_eq!(reserved(MemoryUse::Offloaded), 0, "bytes are offloaded of weights that are awake");
         }
-        let expected = if core.state.kv_awake() { cache } else { [0; 4] };
+        let expected = if core.state.kv_awake() { cache } else { [0; MemoryUse::WITH_KV_CACHE.len()] };
         assert_eq!(MemoryUse::WITH_KV_CACHE.map(reserved), expected, "the entries of KV cache and workspaces");
         if updates.opened().is_none() {
             let mut ledger = core.budget.clone();

@@ -123,13 +123,13 @@ fn emit_one<X: Executor>(core: &mut EngineCore<X>, outcome: Outcome, version: We
     let scheduler = &mut core.scheduler;
     let mut failed = None;
     let taken = catch_unwind(AssertUnwindSafe(|| match outcome {
-        Outcome::PromptDone { group, cached_tokens, logprobs } => {
-            request.prompt_done(group, cached_tokens, logprobs, version);
+        Outcome::PromptDone { group, cached_tokens, logprobs, routing } => {
+            request.prompt_done(group, cached_tokens, logprobs, routing, version);
         }
         // A step may give a sample several tokens. Those after a stop string are dropped.
         Outcome::Token { sample, .. } if !request.is_running(sample) => core.stats.dropped_tokens += 1,
-        Outcome::Token { sample, logprobs, finish, grammar_bytes } => {
-            let stopped = request.token(sample, logprobs, finish, grammar_bytes, (version, now));
+        Outcome::Token { sample, logprobs, finish, grammar_bytes, routing } => {
+            let stopped = request.token(sample, logprobs, finish, (grammar_bytes, &routing), (version, now));
             if stopped && finish.is_none() {
                 // The scheduler knows no text, so it cannot see a stop string.
                 scheduler.finish(sample);

@@ -1,8 +1,8 @@
 //! A step plan as the device's input: all sequences flattened into the rows of one batch.
 
-use rollout_kernels::{AttentionSequence, RowTasks, SamplingTask, StepInput};
+use rollout_kernels::{AttentionSequence, NOT_FORCED, RowTasks, SamplingTask, StepInput};
 
-use crate::types::{Distribution, LogitsTask, PlanSequence, StepPlan, TokenId, TokenMask};
+use crate::types::{Distribution, LogitsTask, PlanSequence, RoutingFormat, StepPlan, TokenId, TokenMask};
 
 /// The rows of one step. It is kept between steps, so that its lists keep their memory.
 #[derive(Default)]
@@ -103,6 +103,30 @@ impl<'a> PlanView<'a> {
     }
 }
 
+/// For each layer with experts those that the rows of a plan are forced to, `[rows, top_k]`, or `NOT_FORCED`. Empty if
+/// no row is forced.
+pub fn forced_experts(plan: &StepPlan, format: &RoutingFormat) -> Vec<Vec<u16>> {
+    if !plan.has_forced_experts() {
+        return Vec::new();
+    }
+    let RoutingFormat { layers, top_k, .. } = *format;
+    let mut forced = vec![vec![NOT_FORCED; plan.num_tokens() * top_k]; layers];
+    let mut first_row = 0;
+    for sequence in &plan.sequences {
+        if let Some((tokens, rows)) = sequence.forced_experts() {
+            let experts: Vec<u16> = format.read(rows).collect();
+            let rows = first_row + tokens.start - sequence.start..;
+            for (row, experts) in rows.zip(experts.chunks_exact(layers * top_k)) {
+                for (layer, experts) in forced.iter_mut().zip(experts.chunks_exact(top_k)) {
+                    layer[row * top_k..(row + 1) * top_k].copy_from_slice(experts);
+                }
+            }
+        }
+        first_row += sequence.tokens.len();
+    }
+    forced
+}
+
 /// The tasks of a sequence as the device takes them.
 fn sampling_tasks<'a>(sequence: &'a PlanSequence, forbidden: &'a [TokenId]) -> impl Iterator<Item = SamplingTask<'a>> {
     sequence.logits.iter().flat_map(move |row| {
@@ -152,7 +176,7 @@ fn sampling_task<'a>(task: &'a LogitsTask, named: &'a [TokenId], forbidden: &'a 
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::types::{LogitsRow, PlanSequence, Prompt};
+    use crate::types::{ForcedRouting, LogitsRow, PlanSequence, Prompt};
 
     #[test]
     fn rows_follow_the_plan_and_slots_the_block_tables() {
@@ -194,5 +218,23 @@ mod tests {
         assert_eq!(batch.logits.iter().map(|wanted| wanted.row).collect::<Vec<_>>(), [2, 3]);
         let second = &input.sequences[1];
         assert_eq!((second.first_row, second.rows, second.start_position), (3, 1, 8));
+    }
+    #[test]
+    fn forced_rows_are_those_of_their_tokens() {
+        let format = RoutingFormat { layers: 2, top_k: 2, experts: 8 };
+        let sequence = |start, tokens: usize, routing| PlanSequence {
+            start,
+            tokens: vec![0; tokens],
+            prompt: Prompt { routing, ..Prompt::from_tokens(vec![0; 9]) },
+            ..PlanSequence::default()
+        };
+        let routing = |first, rows: &[u8]| Some(ForcedRouting::new(first, format.row_bytes(), rows));
+        let free = sequence(2, 1, routing(0, &[0, 1, 2, 3, 4, 5, 6, 7]));
+        let plan = StepPlan { sequences: vec![free.clone()], ..StepPlan::default() };
+        assert!(forced_experts(&plan, &format).is_empty(), "its rows are of tokens before");
+        let plan = StepPlan { sequences: vec![free, sequence(2, 3, routing(3, &[0, 1, 2, 3]))], ..StepPlan::default() };
+        let n = NOT_FORCED;
+        let layer = |a: u16, b: u16| vec![n, n, n, n, a, b, n, n];
+        assert_eq!(forced_experts(&plan, &format), [layer(0, 1), layer(2, 3)]);
     }
 }

@@ -8,16 +8,17 @@ use rollout_kernels::{KvCache, Ops, Padding, Routing, Sampled, SampledTokens};
 use tracing::trace_span;
 
 use super::adapters::ResidentAdapters;
-use super::input::{FlatBatch, PlanView};
+use super::input::{FlatBatch, PlanView, forced_experts};
 use super::weights::RankWeights;
 use super::{MemoryKind, Released, WeightOrder};
 use crate::comm::Communicator;
 use crate::error::{Result, panic_message};
+use crate::model::config::ExpertsConfig;
 use crate::model::{
     AdapterDeltas, Decoder, ForwardContext, LOGITS_ROWS, PlacedEmbeddings, TowerShape, TowerWorkspace, Workspace,
     WorkspaceShape, routing,
 };
-use crate::types::{LogitsRow, PictureEncode, StepOutput, StepPlan};
+use crate::types::{LogitsRow, PictureEncode, RoutingFormat, StepOutput, StepPlan};
 use crate::weights::ShadowShard;
 
 /// One rank of the model: operators, weights, KV cache, workspace, and its end of the communicator.
@@ -30,8 +31,8 @@ pub struct ModelRunner {
     workspace_shape: WorkspaceShape,
     /// `None` while it is released.
     workspace: Option<Workspace>,
-    /// `None` while it is released, and for a model without experts.
-    routing: Option<Routing>,
+    /// Empty while they are released, and for a model without experts.
+    routing: Vec<Routing>,
     /// `None` for a model of text alone.
     tower_shape: Option<TowerShape>,
     /// `None` while it is released, and for a model of text alone.
@@ -104,6 +105,8 @@ impl ModelRunner {
         let forbidden = config.vision.as_ref().map_or(&[][..], |vision| &vision.forbidden_tokens);
         let view = PlanView::new(plan, forbidden);
         let embeddings = self.placed_embeddings(plan)?;
+        let format = config.experts.as_ref().map(ExpertsConfig::routing_format);
+        let forced = format.as_ref().map_or_else(Vec::new, |format| forced_experts(plan, format));
         let step = match self.padding(plan) {
             Some(padding) => self.ops.prepare_padded(self.batch.step(&view), padding)?,
             None => self.ops.prepare(self.batch.step(&view))?,
@@ -117,6 +120,7 @@ impl ModelRunner {
             adapters: adapters.as_ref().map(|a| a as &dyn AdapterDeltas),
             workspace: self.workspace.as_ref().expect("a step has its workspace"),
             embeddings: &embeddings,
+            forced: &forced,
         };
         // A graph computes the logits of all rows, padding included.
         let is_in_graph = self.ops.samples_in_graph(&step);
@@ -142,9 +146,13 @@ impl ModelRunner {
         } else if self.comm.rank() == 0 {
             sampled.push((0..wanted.len(), self.ops.sampled(&step)?));
         }
-        let mut output = StepOutput { tokens: Vec::with_capacity(plan.tasks().count()), failed: Vec::new() };
+        let tokens = Vec::with_capacity(plan.tasks().count());
+        let mut output = StepOutput { tokens, failed: Vec::new(), routing: Vec::new() };
         for (rows, sampled) in sampled {
             collect(sampled, &wanted[rows], &mut output)?;
+        }
+        if let Some(format) = format.filter(|_| self.workspace_shape.keeps_routing && self.comm.rank() == 0) {
+            output.routing = written_experts(&self.routing, &format, plan.num_tokens())?;
         }
         Ok(output)
     }
@@ -179,14 +187,15 @@ impl ModelRunner {
     }
 
     /// How a step may be padded for a CUDA graph, or `None` if it cannot be one: in a graph every sequence has one row,
-    /// no row is an image's, and all rows have the same adapter or none, which is the graph's variant. The same on all
-    /// ranks.
+    /// no row is an image's or forced to experts, and all rows have the same adapter or none, which is the graph's
+    /// variant. The same on all ranks.
     fn padding(&self, plan: &StepPlan) -> Option<Padding> {
         let has_one_row_each =
             !plan.is_empty() && plan.sequences.iter().all(|s| s.tokens.len() == 1 && s.embeddings.is_empty());
         let has_one_adapter = self.batch.adapters.windows(2).all(|rows| rows[0] == rows[1]);
         let WorkspaceShape { config, max_batch_tokens, .. } = &self.workspace_shape;
-        (self.uses_graphs && has_one_row_each && has_one_adapter).then(|| Padding {
+        let is_free = !plan.has_forced_experts();
+        (self.uses_graphs && has_one_row_each && has_one_adapter && is_free).then(|| Padding {
             most_rows: *max_batch_tokens,
             vocabulary: config.vocab_size,
             variant: self.batch.adapters.last().copied().flatten(),
@@ -234,7 +243,7 @@ impl ModelRunner {
             MemoryKind::KvCache => self.kv.iter_mut().for_each(KvCache::release),
             MemoryKind::Workspace => {
                 self.workspace = None;
-                self.routing = None;
+                self.routing = Vec::new();
                 self.tower = None;
                 self.batch = FlatBatch::default();
                 self.adapters.release_buffers();
@@ -297,6 +306,16 @@ impl Head<'_> {
         }
         Ok(())
     }
+}
+
+/// The experts that the first `rows` rows took in all layers, as `format` says.
+fn written_experts(routing: &[Routing], format: &RoutingFormat, rows: usize) -> Result<Vec<u8>> {
+    let layers = routing.iter().map(|layer| layer.read_experts(0..rows)).collect::<candle_core::Result<Vec<_>>>()?;
+    let mut written = Vec::with_capacity(rows * format.row_bytes());
+    for row in (0..rows).map(|row| row * format.top_k..(row + 1) * format.top_k) {
+        layers.iter().for_each(|layer| format.write(&layer[row.clone()], &mut written));
+    }
+    Ok(written)
 }
 
 /// Waits for the answers to `rows` of the plan and appends them to `output`.

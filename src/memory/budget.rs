@@ -224,8 +224,16 @@ mod tests {
 
     impl Model {
         /// Uses that take the host's memory, as docs/memory.md lists them.
-        const OF_HOST: [&'static str; 7] =
-            ["process", "requests", "images", "merged_adapter", "update_staging", "copy_buffers", "offloaded"];
+        const OF_HOST: [&'static str; 8] = [
+            "process",
+            "requests",
+            "images",
+            "routing",
+            "merged_adapter",
+            "update_staging",
+            "copy_buffers",
+            "offloaded",
+        ];
 
         fn home(&self, used_for: MemoryUse) -> usize {
             usize::from(self.has_host && Self::OF_HOST.contains(&used_for.name()))

@@ -26,6 +26,8 @@ pub enum MemoryUse {
     Images,
     /// The blocks of the KV cache.
     KvCache,
+    /// The experts that tokens took, beside their KV.
+    Routing,
     /// The slots of all resident adapters, used or not.
     Adapters,
     /// The adapter that is merged into the weights, kept so that it can be merged again after a sleep.
@@ -52,7 +54,7 @@ pub(super) enum Home {
 }
 
 impl MemoryUse {
-    pub const ALL: [Self; 17] = [
+    pub const ALL: [Self; 18] = [
         Self::Process,
         Self::Context,
         Self::Weights,
@@ -62,6 +64,7 @@ impl MemoryUse {
         Self::Requests,
         Self::Images,
         Self::KvCache,
+        Self::Routing,
         Self::Adapters,
         Self::MergedAdapter,
         Self::BaseCopies,
@@ -73,7 +76,8 @@ impl MemoryUse {
     ];
 
     /// Memory that sleeps and wakes with the KV cache.
-    pub const WITH_KV_CACHE: [Self; 4] = [Self::Workspace, Self::TowerWorkspace, Self::Embeddings, Self::KvCache];
+    pub const WITH_KV_CACHE: [Self; 5] =
+        [Self::Workspace, Self::TowerWorkspace, Self::Embeddings, Self::KvCache, Self::Routing];
 
     /// Name of the entry in `GetStatus` and in the log.
     pub fn name(self) -> &'static str {
@@ -87,6 +91,7 @@ impl MemoryUse {
             Self::Requests => "requests",
             Self::Images => "images",
             Self::KvCache => "kv_cache",
+            Self::Routing => "routing",
             Self::Adapters => "adapters",
             Self::MergedAdapter => "merged_adapter",
             Self::BaseCopies => "base_copies",
@@ -105,6 +110,7 @@ impl MemoryUse {
             Self::Process
             | Self::Requests
             | Self::Images
+            | Self::Routing
             | Self::MergedAdapter
             | Self::UpdateStaging
             | Self::CopyBuffers

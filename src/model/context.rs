@@ -20,6 +20,9 @@ pub struct ForwardContext<'a> {
     pub workspace: &'a Workspace,
     /// Embeddings of images, which take the place of those of their placeholder tokens.
     pub embeddings: &'a [PlacedEmbeddings],
+    /// For each layer with experts those that the rows take, `[rows, top_k]`, or `NOT_FORCED`. Empty if no row is
+    /// forced.
+    pub forced: &'a [Vec<u16>],
 }
 
 /// Embeddings of some tokens of an image, and the rows of the batch that they belong to.

@@ -60,14 +60,9 @@ impl Decoder {
     }
 
     /// Runs all layers over a batch and writes its KV. Leaves the final hidden state, normalised for
-    /// [`Decoder::logits`], in the workspace's `normed`, one row per token. `routing` is there if some layers have
-    /// experts.
-    pub fn forward(
-        &self,
-        context: &ForwardContext<'_>,
-        kv: &mut [KvCache],
-        routing: &mut Option<Routing>,
-    ) -> Result<()> {
+    /// [`Decoder::logits`], in the workspace's `normed`, one row per token. `routing` is that of all layers with
+    /// experts, or has one for each of them.
+    pub fn forward(&self, context: &ForwardContext<'_>, kv: &mut [KvCache], routing: &mut [Routing]) -> Result<()> {
         let ForwardContext { ops, comm, step, .. } = *context;
         let workspace = &context.workspace.rows(step.rows())?;
         let context = &ForwardContext { workspace, ..*context };
@@ -75,11 +70,12 @@ impl Decoder {
         self.embedding.embed(ops, step, &w.hidden)?;
         comm.all_reduce_sum(&w.hidden)?;
         context.put_embeddings(&w.hidden)?;
+        let mut sparse_layers = 0;
         self.layers[0].attention_norm.forward(ops, &w.hidden, &w.normed)?;
         for (i, (layer, kv)) in self.layers.iter().zip(kv).enumerate() {
             layer.attention.forward(context, &self.rope, kv)?;
             layer.feed_forward_norm.add_forward(ops, &w.hidden, &w.delta, layer.attention.bias(), &w.normed)?;
-            layer.feed_forward.forward(context, routing)?;
+            layer.feed_forward.forward(context, &mut sparse_layers, routing)?;
             let next_norm = self.layers.get(i + 1).map_or(&self.norm, |next| &next.attention_norm);
             next_norm.add_forward(ops, &w.hidden, &w.delta, layer.feed_forward.bias(), &w.normed)?;
         }
@@ -160,12 +156,15 @@ impl FeedForward {
     }
 
     /// Reads the workspace's `normed` and leaves the block's term of the residual stream in `delta`, without
-    /// [`FeedForward::bias`].
-    fn forward(&self, context: &ForwardContext<'_>, routing: &mut Option<Routing>) -> Result<()> {
+    /// [`FeedForward::bias`]. `sparse_layers` counts the layers with experts so far.
+    fn forward(&self, context: &ForwardContext<'_>, sparse_layers: &mut usize, routing: &mut [Routing]) -> Result<()> {
         match self {
             Self::Dense(mlp) => mlp.forward(context, &context.workspace.step.delta),
             Self::Sparse(experts) => {
-                experts.forward(context, routing.as_mut().expect("a model with experts has a routing"))
+                let index = *sparse_layers;
+                *sparse_layers += 1;
+                let last = routing.len() - 1;
+                experts.forward(context, index, &mut routing[index.min(last)])
             }
         }
     }

@@ -63,14 +63,15 @@ impl Experts {
     }
 
     /// Reads the workspace's `normed` and leaves the block's term of the residual stream in `delta`. `routing` has the
-    /// experts of the rows afterwards.
-    pub fn forward(&self, context: &ForwardContext<'_>, routing: &mut Routing) -> Result<()> {
+    /// experts of the rows afterwards. It is the `index`-th layer with experts.
+    pub fn forward(&self, context: &ForwardContext<'_>, index: usize, routing: &mut Routing) -> Result<()> {
         let ForwardContext { ops, comm, workspace, .. } = *context;
         let (w, experts) = (&workspace.step, workspace.experts());
         let rows = w.normed.dim(0)?;
         let (gate, normalise) = (self.router.weight(), self.normalised);
         let router = Router { gate, scoring: Scoring::Softmax, normalise, scale: 1.0 };
-        ops.route(&w.normed, &router, None, &experts.logits, routing)?;
+        let forced = context.forced.get(index).map(Vec::as_slice);
+        ops.route(&w.normed, &router, forced, &experts.logits, routing)?;
         for first in (0..rows).step_by(EXPERT_ROWS) {
             ops.group_by_expert(routing, first..rows.min(first + EXPERT_ROWS))?;
             let (gate_up, down) = (&self.gate_up.weight, &self.down.weight);

@@ -1,5 +1,6 @@
 //! Buffers of a rank that are made once: the activations of one step, and the KV caches.
 
+use std::iter::repeat_n;
 use std::sync::Arc;
 
 use candle_core::{Result, Tensor};
@@ -22,6 +23,8 @@ pub struct WorkspaceShape {
     pub config: ModelConfig,
     pub build: Build,
     pub max_batch_tokens: usize,
+    /// Whether the experts of all layers are kept until the next step.
+    pub keeps_routing: bool,
 }
 
 /// The activations that a step computes, float32, one row per token. `StepBuffers<usize>` is their plan: the width of
@@ -193,7 +196,7 @@ impl<T> ExpertBuffers<T> {
 
 impl Workspace {
     pub fn new(shape: &WorkspaceShape) -> Result<Self> {
-        let WorkspaceShape { config, build, max_batch_tokens } = shape;
+        let WorkspaceShape { config, build, max_batch_tokens, .. } = shape;
         let mut memory = Vec::new();
         let mut make = |rows: usize, width: usize| -> Result<Tensor> {
             let activations = build.device.activations(rows, width)?;
@@ -210,13 +213,16 @@ impl Workspace {
 
     /// Bytes that one rank's workspace takes, with the packed copy of its input that a linear layer's kernel makes, and
     /// the buffers for its exchange with other ranks.
-    pub fn bytes(config: &ModelConfig, build: &Build, max_batch_tokens: usize) -> u64 {
+    pub fn bytes(shape: &WorkspaceShape) -> u64 {
+        let WorkspaceShape { config, build, max_batch_tokens, .. } = shape;
+        let max_batch_tokens = *max_batch_tokens;
         let (step, head) = (StepBuffers::plan(config, build), HeadBuffers::plan(config, build));
         let values = max_batch_tokens * (step.width() + step.widest_input()) + LOGITS_ROWS * head.width();
         let experts = ExpertBuffers::plan(config, build, max_batch_tokens).map_or(0, |plan| plan.elements());
         let routing = routing_shape(config, build, max_batch_tokens).map_or(0, |shape| shape.bytes());
+        let routings = num_routings(shape);
         let exchanged = if build.partition.is_whole() { 0 } else { build.device.exchange_bytes() };
-        (size_of::<f32>() * (values + experts) + routing + exchanged) as u64
+        (size_of::<f32>() * (values + experts) + routings * routing + exchanged) as u64
     }
 
     /// The first `rows` rows of the step's buffers.
@@ -252,13 +258,21 @@ pub(super) fn with_width(buffer: &Tensor, width: usize) -> Result<Tensor> {
     }
 }
 
-/// Where the experts of a step's rows are written; `None` for a model without experts. All layers share it.
+/// Where the experts of a step's rows are written: one that all layers share, or one for each layer with experts if
+/// they are kept. None for a model without experts.
 ///
 /// # Errors
 /// If the device has too little memory, or no operators for experts.
-pub fn routing(shape: &WorkspaceShape) -> std::result::Result<Option<Routing>, DeviceError> {
-    let WorkspaceShape { config, build, max_batch_tokens } = shape;
-    routing_shape(config, build, *max_batch_tokens).map(|shape| build.device.routing(shape)).transpose()
+pub fn routing(shape: &WorkspaceShape) -> std::result::Result<Vec<Routing>, DeviceError> {
+    let WorkspaceShape { config, build, max_batch_tokens, .. } = shape;
+    let of_one = routing_shape(config, build, *max_batch_tokens);
+    let all = of_one.iter().flat_map(|one| repeat_n(one, num_routings(shape)));
+    all.map(|one| build.device.routing(one.clone())).collect()
+}
+
+fn num_routings(shape: &WorkspaceShape) -> usize {
+    let experts = shape.config.experts.as_ref().filter(|_| shape.keeps_routing);
+    experts.map_or(1, |experts| experts.routing_format().layers)
 }
 
 fn routing_shape(config: &ModelConfig, build: &Build, rows: usize) -> Option<RoutingShape> {

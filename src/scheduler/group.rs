@@ -20,6 +20,9 @@ pub struct Group {
     pub kind: GroupKind,
     /// The grammar that the samples' texts must match; `None` for any text.
     pub grammar: Option<Arc<Grammar>>,
+    /// Whether outcomes have the experts that tokens took. The scheduler must keep them
+    /// ([`SchedulerConfig::routing_row_bytes`](super::SchedulerConfig::routing_row_bytes)).
+    pub returns_routing: bool,
 }
 
 /// The work of a group.
@@ -68,10 +71,19 @@ pub enum Outcome {
         /// asked for by `prompt_logprobs` or [`GroupKind::Score`], else of those that have
         /// [`Prompt::logprob_token_ids`]. `None` if there are none.
         logprobs: Option<Vec<TokenLogprobs>>,
+        /// The experts of the prompt's tokens, of which a scored prompt does not run the last. Empty if not asked for.
+        routing: Vec<u8>,
     },
     /// A sample has got its next token. `finish` says why it is the sample's last one, if it is. `grammar_bytes` is
-    /// what its grammar takes more than before.
-    Token { sample: SampleKey, logprobs: TokenLogprobs, finish: Option<FinishReason>, grammar_bytes: usize },
+    /// what its grammar takes more than before. `routing` has the experts of the sample's token before it: empty for
+    /// the first one, and if not asked for.
+    Token {
+        sample: SampleKey,
+        logprobs: TokenLogprobs,
+        finish: Option<FinishReason>,
+        grammar_bytes: usize,
+        routing: Vec<u8>,
+    },
     /// A sample's grammar cannot say which tokens may follow, for this reason. The sample has ended, and its request
     /// cannot continue.
     GrammarFailed { sample: SampleKey, error: GrammarError },

@@ -24,9 +24,9 @@ impl Scheduler {
         let id = SeqId { admission: self.groups.get(&sample.group)?.admission, sample_index: sample.sample_index };
         let is_suspended = self.suspended.contains_key(&id);
         let mut sequence = if is_suspended { self.suspended.remove(&id) } else { self.waiting.remove(&id) }?;
-        let PendingToken { logprobs, finish, .. } = sequence.pending.take().expect("a mask is computed once");
+        let PendingToken { logprobs, finish, routing, .. } = sequence.pending.take().expect("a mask is computed once");
         sequence.grammar = Some(state);
-        let (outcome, has_ended) = self.outcome(&sequence, logprobs, finish, advanced);
+        let (outcome, has_ended) = self.outcome(&sequence, (logprobs, routing), finish, advanced);
         if has_ended {
             self.end_sample(sequence);
         } else {
@@ -37,11 +37,16 @@ impl Scheduler {
     }
 
     /// Leaves the mask after the sequence's last token to a job.
-    pub(super) fn postpone(&mut self, sequence: &mut Sequence, logprobs: TokenLogprobs, finish: Option<FinishReason>) {
+    pub(super) fn postpone(
+        &mut self,
+        sequence: &mut Sequence,
+        (logprobs, routing): (TokenLogprobs, Vec<u8>),
+        finish: Option<FinishReason>,
+    ) {
         let state = sequence.grammar.take().expect("only a sequence with a grammar has a mask");
         let (job, wanted) = MaskJob::new(sequence.key, sequence.outputs.clone(), state);
         self.mask_jobs.push(job);
-        sequence.pending = Some(PendingToken { logprobs, finish, _wanted: wanted });
+        sequence.pending = Some(PendingToken { logprobs, finish, routing, _wanted: wanted });
     }
 
     /// Keeps a sequence until its mask has been computed.
@@ -50,11 +55,12 @@ impl Scheduler {
         self.waiting.insert(SeqId { admission, sample_index: sequence.key.sample_index }, sequence);
     }
 
-    /// The outcome of a sequence's last token, and whether the sequence ends with it.
+    /// The outcome of a sequence's last token, which has come with the experts of the one before, and whether the
+    /// sequence ends with it.
     pub(super) fn outcome(
         &mut self,
         sequence: &Sequence,
-        logprobs: TokenLogprobs,
+        (logprobs, routing): (TokenLogprobs, Vec<u8>),
         finish: Option<FinishReason>,
         advanced: Result<usize, GrammarError>,
     ) -> (Outcome, bool) {
@@ -68,6 +74,6 @@ impl Scheduler {
         let can_run_on = is_text_complete
             || sequence.grammar.as_ref().is_none_or(|grammar| grammar.goes_on(&sequence.params, &sequence.outputs));
         let finish = if can_run_on { finish } else { Some(FinishReason::Grammar) };
-        (Outcome::Token { sample, logprobs, finish, grammar_bytes }, finish.is_some())
+        (Outcome::Token { sample, logprobs, finish, grammar_bytes, routing }, finish.is_some())
     }
 }

@@ -61,7 +61,7 @@ pub use policy::RunningKv;
 pub use speculation::Speculation;
 pub use stop::stop_reason;
 
-use crate::cache::KvCacheManager;
+use crate::cache::{KvCacheManager, RoutingCache};
 use crate::error::{Error, Result};
 use crate::grammar::{MaskBudget, MaskJob};
 use crate::types::{EngineStats, GroupKey, RequestKey, SampleKey, TokenId};
@@ -84,6 +84,8 @@ pub struct SchedulerConfig {
     pub max_queued_samples: usize,
     pub speculation: Speculation,
     pub images: ImageScheduling,
+    /// Bytes of the experts that a token takes, if they are kept beside its KV; 0 if they are not.
+    pub routing_row_bytes: usize,
 }
 
 /// Continuous batching over one KV cache. The module's page says how it works.
@@ -92,6 +94,8 @@ pub struct Scheduler {
     config: SchedulerConfig,
     cache: KvCacheManager,
     images: Images,
+    /// `None` if experts are not kept.
+    routing: Option<RoutingCache>,
     queue: AdmissionQueue,
     /// Sequences with a place in the batch.
     running: BTreeMap<SeqId, Sequence>,
@@ -139,8 +143,11 @@ impl Scheduler {
         assert!(config.max_batch_tokens > 0, "max_batch_tokens must be at least 1");
         assert!(config.max_model_len > 0, "max_model_len must be at least 1");
         assert!(config.max_queued_samples > 0, "max_queued_samples must be at least 1");
+        let (blocks, row_bytes) = (cache.counts().total, config.routing_row_bytes);
+        let routing = (row_bytes > 0).then(|| RoutingCache::new(row_bytes, blocks, cache.block_size()));
         Self {
             images: Images::new(config.images),
+            routing,
             config,
             cache,
             queue: AdmissionQueue::default(),

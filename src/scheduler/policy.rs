@@ -3,7 +3,7 @@
 use std::collections::BTreeSet;
 
 use super::{Scheduler, Sequence};
-use crate::cache::KvCacheManager;
+use crate::cache::{KvCacheManager, RoutingCache};
 use crate::types::RequestKey;
 
 /// How a change of the policy treats the KV of samples that already have tokens.
@@ -39,6 +39,7 @@ impl Scheduler {
     /// If the last plan has not been answered.
     pub fn release_all(&mut self) {
         self.images.clear();
+        self.routing.iter_mut().for_each(RoutingCache::release);
         self.change_all(Sequence::release);
     }
 

@@ -31,6 +31,8 @@ pub(super) struct Sequence {
     /// Seeds of the other samples of the group, from sample 1 on, until the prompt is computed and they fork.
     pub unforked: Vec<u64>,
     pub score_only: bool,
+    /// Whether its outcomes have the experts that its tokens took.
+    pub returns_routing: bool,
     /// The policy and the adapter of all KV that is computed from now on.
     pub salt: CacheSalt,
     pub outputs: Vec<TokenId>,
@@ -66,6 +68,8 @@ pub(super) struct Sequence {
 pub(super) struct PendingToken {
     pub logprobs: TokenLogprobs,
     pub finish: Option<FinishReason>,
+    /// The experts of the token before it, if they are returned.
+    pub routing: Vec<u8>,
     /// Dropped with the sequence, so that the mask of a sample that has ended is not computed.
     pub _wanted: Arc<()>,
 }
@@ -81,7 +85,7 @@ impl Sequence {
         let unforked = seeds.split_off(1);
         let wants_logprobs = wants_all || !group.prompt.logprob_token_ids.is_empty();
         let scored_from = if wants_all { 0 } else { group.prompt.first_with_row() };
-        let hashes = HashChain::of(group.salt, &group.prompt.tokens, &group.prompt.images, block_size);
+        let hashes = HashChain::of(group.salt, &group.prompt.tokens, &group.prompt, block_size);
         let thinking = group
             .params
             .thinking
@@ -93,6 +97,7 @@ impl Sequence {
             seed: seeds[0],
             unforked,
             score_only,
+            returns_routing: group.returns_routing,
             salt: group.salt,
             outputs: Vec::new(),
             grammar: group.grammar.map(|grammar| Box::new(grammar.start())),
@@ -119,6 +124,7 @@ impl Sequence {
             seed,
             unforked: Vec::new(),
             score_only: false,
+            returns_routing: self.returns_routing,
             salt: self.salt,
             outputs: self.outputs.clone(),
             grammar: self.grammar.clone(),
@@ -277,7 +283,7 @@ impl Sequence {
         for index in self.num_registered..end / block_size {
             if index == self.hashes.len() {
                 let tokens = self.copy_tokens(index * block_size, (index + 1) * block_size);
-                self.hashes.push(&tokens, &self.prompt.images);
+                self.hashes.push(&tokens, &self.prompt);
             }
             cache.register(&self.table, index, self.hashes.as_slice()[index]);
         }
@@ -297,7 +303,7 @@ impl Sequence {
     pub fn change_policy(&mut self, epoch: u64, keep: bool, cache: &mut KvCacheManager) {
         self.salt.epoch = epoch;
         let known = self.copy_tokens(0, self.prompt.tokens.len() + self.outputs.len());
-        self.hashes = HashChain::of(self.salt, &known, &self.prompt.images, cache.block_size());
+        self.hashes = HashChain::of(self.salt, &known, &self.prompt, cache.block_size());
         if keep && self.is_forked() {
             self.mixed = !self.table.is_empty();
             return;

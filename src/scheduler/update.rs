@@ -1,5 +1,7 @@
 //! Taking the answers of a step: sequences advance, fork and end.
 
+use std::ops::Range;
+
 use super::stop::stop_reason;
 use super::{Outcome, Scheduler, SeqId, Sequence};
 use crate::types::{FinishReason, LogitsRow, PlanSequence, StepOutput, StepPlan, TokenId, TokenLogprobs};
@@ -14,6 +16,7 @@ impl Scheduler {
         let ids = std::mem::take(&mut self.in_flight);
         assert_eq!(ids.len(), plan.sequences.len(), "sequences of the plan that is answered");
         assert_eq!(output.tokens.len(), plan.tasks().count(), "one answer for each task");
+        self.keep_routing(plan, &output.routing);
         let mut answers = output.tokens.into_iter();
         let mut outcomes = Vec::with_capacity(ids.len());
         for (id, planned) in ids.into_iter().zip(&plan.sequences) {
@@ -25,6 +28,24 @@ impl Scheduler {
             answers.for_each(drop);
         }
         outcomes
+    }
+
+    /// Keeps the experts of the plan's tokens beside their KV.
+    fn keep_routing(&mut self, plan: &StepPlan, rows: &[u8]) {
+        let Some(routing) = &mut self.routing else { return };
+        plan.copies.iter().for_each(|copy| routing.copy(copy));
+        let mut left = rows;
+        for planned in &plan.sequences {
+            let (own, others) = left.split_at(planned.tokens.len() * routing.row_bytes());
+            routing.write(planned, own);
+            left = others;
+        }
+    }
+
+    /// The experts of some tokens of a sequence, if it returns them.
+    fn routing_of(&self, sequence: &Sequence, tokens: Range<usize>) -> Vec<u8> {
+        let routing = self.routing.as_ref().filter(|_| sequence.returns_routing);
+        routing.map_or_else(Vec::new, |routing| routing.read(sequence.table.as_slice(), tokens))
     }
 
     fn update_sequence(
@@ -46,15 +67,24 @@ impl Scheduler {
         if sequence.num_computed < sequence.num_tokens() {
             self.running.insert(id, sequence);
         } else if sequence.score_only {
-            outcomes.push(prompt_done(&mut sequence));
+            outcomes.push(self.prompt_done(&mut sequence));
             self.end_sample(sequence);
         } else if sequence.is_forked() {
             if let Some(sequence) = self.append_tokens(sequence, draft, answers, outcomes) {
                 self.running.insert(id, sequence);
             }
         } else {
-            outcomes.push(prompt_done(&mut sequence));
+            outcomes.push(self.prompt_done(&mut sequence));
             self.fork(id, sequence, answers, outcomes);
+        }
+    }
+
+    fn prompt_done(&self, sequence: &mut Sequence) -> Outcome {
+        Outcome::PromptDone {
+            group: sequence.key.group,
+            cached_tokens: sequence.cached_tokens.expect("an admitted sequence has looked into the cache"),
+            logprobs: sequence.prompt_logprobs.take(),
+            routing: self.routing_of(sequence, 0..sequence.num_computed),
         }
     }
 
@@ -129,6 +159,9 @@ impl Scheduler {
         outcomes: &mut Vec<Outcome>,
     ) -> Appended {
         let token = logprobs.token;
+        let known = sequence.prompt.tokens.len() + sequence.outputs.len();
+        let before = if sequence.is_forked() { known - 1..known } else { known..known };
+        let routing = self.routing_of(sequence, before);
         sequence.outputs.push(token);
         if let Some(thinking) = &mut sequence.thinking {
             thinking.push(token);
@@ -142,10 +175,10 @@ impl Scheduler {
             _ => Ok(Some(0)),
         };
         let Some(advanced) = advanced.transpose() else {
-            self.postpone(sequence, logprobs, finish);
+            self.postpone(sequence, (logprobs, routing), finish);
             return Appended::Pending;
         };
-        let (outcome, has_ended) = self.outcome(sequence, logprobs, finish, advanced);
+        let (outcome, has_ended) = self.outcome(sequence, (logprobs, routing), finish, advanced);
         outcomes.push(outcome);
         if has_ended { Appended::Ended } else { Appended::RunsOn }
     }
@@ -158,12 +191,4 @@ enum Appended {
     Ended,
     /// The mask after the token is computed elsewhere.
     Pending,
-}
-
-fn prompt_done(sequence: &mut Sequence) -> Outcome {
-    Outcome::PromptDone {
-        group: sequence.key.group,
-        cached_tokens: sequence.cached_tokens.expect("an admitted sequence has looked into the cache"),
-        logprobs: sequence.prompt_logprobs.take(),
-    }
 }

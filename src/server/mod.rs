@@ -37,7 +37,7 @@ pub use held_pictures::HeldPictures;
 pub use listener::connection_limit;
 pub use security::{SecurityConfig, TlsFiles};
 pub use shutdown::{ShutdownHandle, ShutdownOrders, shutdown_channel, watch_signals};
-pub use state::{ImageRules, ModelFacts, ServingContext};
+pub use state::{ImageRules, ModelFacts, RoutingRules, ServingContext};
 
 use crate::config::LoraModule;
 use crate::engine::{Command, EngineHandle};

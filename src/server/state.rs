@@ -22,7 +22,7 @@ use crate::model::config::VisionConfig;
 use crate::observe::Observer;
 use crate::pixels::{DecodeSlots, Preprocessor};
 use crate::text::ReasoningFormat;
-use crate::types::TokenId;
+use crate::types::{RoutingFormat, TokenId};
 use crate::weights::{Parameters, Sources};
 
 /// Everything the services need once the model is loaded.
@@ -68,6 +68,8 @@ pub struct ModelFacts {
     pub encoder: Option<Arc<PromptEncoder>>,
     /// How prompts may have images; `None` for a model of text alone.
     pub images: Option<ImageRules>,
+    /// The experts that tokens take; `None` for a dense model.
+    pub routing: Option<RoutingRules>,
     /// The configuration of the tokenizer and the chat template, as JSON; empty without a tokenizer.
     pub tokenizer_info: Bytes,
 }
@@ -85,6 +87,18 @@ pub struct ImageRules {
     pub decode_slots: DecodeSlots,
     /// Pictures that requests may name by their hashes.
     pub held: HeldPictures,
+}
+
+/// The experts of a model.
+#[derive(Clone, Debug)]
+pub struct RoutingRules {
+    /// Indices of the layers with experts.
+    pub layers: Vec<usize>,
+    pub format: RoutingFormat,
+    /// Whether the experts that tokens took are kept, so that requests may ask for them.
+    pub is_kept: bool,
+    /// Layers of the model, with and without experts.
+    pub num_layers: usize,
 }
 
 impl ModelFacts {

@@ -3,6 +3,7 @@
 use rollout_kernels::Devices;
 
 use super::Layout;
+use crate::cache::RoutingCache;
 use crate::config::Config;
 use crate::error::{Error, Result};
 use crate::executor::resident_adapter_bytes;
@@ -98,6 +99,7 @@ fn reserve_fixed(
     let later = [
         (MemoryUse::Requests, config.request_bytes.unwrap_or(MIN_REQUEST_BYTES)),
         (MemoryUse::KvCache, block_bytes(model, layout) * blocks_for(layout.max_model_len, layout)),
+        (MemoryUse::Routing, routing_bytes(layout, blocks_for(layout.max_model_len, layout))),
     ];
     let least_below = |flag: &str| -> u64 {
         let all = entries.iter().chain(&later).filter(|entry| budget.flag_for(entry.0) == flag);
@@ -134,7 +136,7 @@ fn fixed_entries(
     models: &[Model],
 ) -> Result<Vec<(MemoryUse, u64)>> {
     let (world, devices) = (layout.world, &layout.devices);
-    let activations = Workspace::bytes(model, &layout.build(0), layout.max_batch_tokens);
+    let activations = Workspace::bytes(&layout.workspace(model, 0));
     let tower = layout.tower(model, 0);
     let of_tower = |bytes: fn(&TowerShape) -> u64| tower.as_ref().map_or(0, |tower| world as u64 * bytes(tower));
     let scratch = devices.of_rank(0).scratch_bytes() as u64;
@@ -179,7 +181,8 @@ fn reserve_requests(
     model: &ModelConfig,
     layout: &Layout,
 ) -> Result<Traffic> {
-    let one_sequence = block_bytes(model, layout) * blocks_for(layout.max_model_len, layout);
+    let blocks = blocks_for(layout.max_model_len, layout);
+    let one_sequence = block_bytes(model, layout) * blocks + routing_bytes(layout, blocks);
     let default = || {
         let left = budget.remaining_for(MemoryUse::Requests);
         // A KV cache for one sequence of the maximum length must fit beside them, if both take the same memory.
@@ -205,10 +208,17 @@ fn reserve_kv(
 ) -> Result<usize> {
     let per_block = block_bytes(model, layout);
     let needed = blocks_for(layout.max_model_len, layout);
+    // Beside each block in the same memory.
+    let beside = if budget.host_report().is_some() { 0 } else { routing_bytes(layout, 1) };
     let bytes = config.kv_cache_bytes.unwrap_or_else(|| {
         let left = budget.remaining() - staging_room(budget, config, broadcast);
         // One sequence must fit, so the default room for pushes shrinks if necessary.
-        if config.staging_bytes.is_some() { left } else { left.max(needed * per_block).min(budget.remaining()) }
+        let with_beside = per_block + beside;
+        let left = match config.staging_bytes {
+            Some(_) => left,
+            None => left.max(needed * with_beside).min(budget.remaining()),
+        };
+        left / with_beside * per_block
     });
     let blocks = bytes / per_block;
     if blocks < needed {
@@ -219,13 +229,19 @@ fn reserve_kv(
              {}; raise --mem-util to at least {:.3}, or lower --max-model-len to at most {tokens}",
             human_bytes(bytes),
             layout.max_model_len,
-            human_bytes(needed * per_block),
-            budget.utilization_for(needed * per_block),
+            human_bytes(needed * (per_block + beside)),
+            budget.utilization_for(needed * (per_block + beside)),
         )));
     }
     budget.reserve(MemoryUse::KvCache, blocks * per_block).map_err(|e| {
         Error::ResourceExhausted(format!("--kv-cache-bytes {bytes}: {e}; lower it, or raise --mem-util"))
     })?;
+    if layout.routing.is_some() {
+        let flag = budget.flag_for(MemoryUse::Routing);
+        budget.reserve(MemoryUse::Routing, routing_bytes(layout, blocks)).map_err(|e| {
+            Error::ResourceExhausted(format!("--return-routing: {e}; raise {flag}, or set a smaller --kv-cache-bytes"))
+        })?;
+    }
     usize::try_from(blocks).ok().filter(|&b| b <= u32::MAX as usize / layout.block_size).ok_or_else(|| {
         Error::Config(format!(
             "a KV cache of {blocks} blocks has more slots than an index can count; set a smaller --kv-cache-bytes"
@@ -244,6 +260,11 @@ fn staging_room(budget: &MemoryBudget, config: &Config, broadcast: u64) -> u64 {
 fn block_bytes(model: &ModelConfig, layout: &Layout) -> u64 {
     let one = kv_bytes_per_block(model, &layout.build(0), layout.kv, layout.block_size);
     one * layout.world as u64
+}
+
+/// Bytes of the experts that are kept beside so many blocks.
+fn routing_bytes(layout: &Layout, blocks: u64) -> u64 {
+    layout.routing.map_or(0, |format| RoutingCache::bytes(format.row_bytes(), blocks as usize, layout.block_size))
 }
 
 fn blocks_for(tokens: usize, layout: &Layout) -> u64 {

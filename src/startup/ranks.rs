@@ -12,7 +12,7 @@ use crate::error::{Error, Result};
 use crate::executor::{ModelRunner, RankWeights, Ranks};
 use crate::memory::human_bytes;
 use crate::model::config::ModelConfig;
-use crate::model::{Model, WorkspaceShape, kv_caches};
+use crate::model::{Model, kv_caches};
 use crate::weights::{Checkpoint, Parameters};
 
 /// How a rank gets its communicator, on its own thread.
@@ -77,8 +77,8 @@ impl Ingredients {
         let kv = kv_caches(model, &build, layout.kv, *blocks, layout.block_size);
         let join = || communicator.join(layout.devices.of_rank(rank), rank, layout.world);
         let tower = layout.tower(model, rank);
-        let workspace = WorkspaceShape { config: model.clone(), build, max_batch_tokens: layout.max_batch_tokens };
-        ModelRunner::new(ops, join, weights, kv, (workspace, tower), layout.block_size, layout.uses_graphs)
+        let shapes = (layout.workspace(model, rank), tower);
+        ModelRunner::new(ops, join, weights, kv, shapes, layout.block_size, layout.uses_graphs)
     }
 }
 

@@ -6,6 +6,7 @@ mod mask;
 mod picture;
 mod plan;
 mod prompt;
+mod routing;
 mod sampling;
 mod stats;
 
@@ -17,6 +18,7 @@ pub use plan::{
 };
 pub use prompt::{Prompt, PromptImage};
 pub use rollout_kernels::{Distribution, TokenLogprobs};
+pub use routing::{ForcedRouting, RoutingFormat};
 pub use sampling::{FinishReason, SamplingParams, ThinkingBudget, sample_seed};
 pub use stats::{ENGINE_STATS, EngineStats};
 

@@ -45,7 +45,7 @@ pub struct EmbeddingRows {
 
 /// Consecutive tokens of one sequence that a step runs: a chunk of the prompt, the last sampled token, or anything
 /// between. Draft tokens, which guess the next ones, may follow the last sampled token.
-#[derive(Clone, Debug)]
+#[derive(Clone, Debug, Default)]
 pub struct PlanSequence {
     /// Index of `tokens[0]` in the sequence. KV of `[0, start)` is read, that of `[start, start + tokens.len())` is
     /// written.
@@ -114,12 +114,20 @@ pub struct StepOutput {
     /// Requests for which computing an answer panicked, with the panic's message. Their answers in `tokens` are
     /// invalid.
     pub failed: Vec<(RequestKey, String)>,
+    /// The experts of all tokens of the plan, in its order, as [`RoutingFormat`](super::RoutingFormat) writes them.
+    /// Empty if the executor does not return them.
+    pub routing: Vec<u8>,
 }
 
 impl PlanSequence {
     /// Rotary position of each of `tokens`.
     pub fn positions(&self) -> impl Iterator<Item = [u32; 3]> {
         (self.start..self.start + self.tokens.len()).map(|index| self.prompt.position(index))
+    }
+
+    /// Those of `tokens` that are forced to experts, by their indices in the sequence, and the rows of their experts.
+    pub fn forced_experts(&self) -> Option<(Range<usize>, &[u8])> {
+        self.prompt.routing.as_ref()?.within(self.start..self.start + self.tokens.len())
     }
 }
 
@@ -137,6 +145,11 @@ impl StepPlan {
     /// Whether the logits of every token are needed: all sequences decode, and no prompt is computed only for its KV.
     pub fn is_decode(&self) -> bool {
         self.sequences.iter().all(|s| s.logits.len() == s.tokens.len())
+    }
+
+    /// Whether some tokens are forced to experts.
+    pub fn has_forced_experts(&self) -> bool {
+        self.sequences.iter().any(|sequence| sequence.forced_experts().is_some())
     }
 
     pub fn is_empty(&self) -> bool {

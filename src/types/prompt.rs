@@ -3,7 +3,7 @@
 use std::ops::Range;
 use std::sync::Arc;
 
-use super::{Picture, TokenId, TokenLogprobs};
+use super::{ForcedRouting, Picture, TokenId, TokenLogprobs};
 
 /// Tokens to continue or to score, with the images behind their placeholder tokens. A clone shares all lists.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -14,6 +14,8 @@ pub struct Prompt {
     /// Tokens whose log-probabilities are reported beside those of the prompt's last tokens: the last row beside the
     /// last token, the row before it beside the token before, and so on. Fewer rows than tokens.
     pub logprob_token_ids: Arc<[Vec<TokenId>]>,
+    /// The experts that some of the tokens take, in place of those that the routers would choose.
+    pub routing: Option<ForcedRouting>,
 }
 
 /// An image of a prompt.
@@ -86,7 +88,8 @@ impl Prompt {
     pub fn heap_bytes(&self) -> usize {
         let rows = self.logprob_token_ids.iter().map(|row| size_of_val(row) + size_of_val(&row[..])).sum::<usize>();
         let images = self.images.iter().map(|image| size_of_val(image) + image.picture.rgb().len()).sum::<usize>();
-        size_of_val(&self.tokens[..]) + images + rows
+        let routing = self.routing.as_ref().map_or(0, ForcedRouting::heap_bytes);
+        size_of_val(&self.tokens[..]) + images + rows + routing
     }
 }
 

@@ -26,7 +26,7 @@ use rollout_server::memory::Backlog;
 use rollout_server::observe::Observer;
 use rollout_server::server::ServingContext;
 use rollout_server::startup::{self, EngineThread};
-use rollout_server::types::{Picture, Prompt, SamplingParams, TokenId, TokenLogprobs};
+use rollout_server::types::{ForcedRouting, Picture, Prompt, SamplingParams, TokenId, TokenLogprobs};
 use rollout_server::weights::{
     DeclaredPush, Dtype, Parameters, Source, Sources, TensorEntry, UpdateHeader, UpdateKind, VerifiedPush,
 };
@@ -76,8 +76,11 @@ impl Engine {
         let cancel = CancelFlag::default();
         let traffic = &self.context().traffic;
         let (mut rows, mut images) = (request.rows.into_iter(), request.images.into_iter());
+        let mut routing = request.routing.into_iter();
+        let format = self.context().model.routing.as_ref().map(|rules| rules.format);
         let prompt = |tokens: Vec<TokenId>| Prompt {
             logprob_token_ids: rows.next().unwrap_or_default().into(),
+            routing: routing.next().flatten(),
             ..Prompt::with_images(tokens, images.next().unwrap_or_default())
         };
         let request = ValidRequest {
@@ -87,6 +90,7 @@ impl Engine {
             params: Arc::new(request.params),
             grammar: request.grammar,
             prompt_sampling: request.own,
+            return_routing: format.filter(|_| request.return_routing),
             adapter: request.adapter,
             if_weight_version: request.if_weight_version,
             min_weight_version: request.min_weight_version,
@@ -154,6 +158,10 @@ pub struct Request {
     pub rows: Vec<Vec<Vec<TokenId>>>,
     /// Images of the first prompts.
     pub images: Vec<Vec<PlacedPicture>>,
+    /// Experts of the first prompts.
+    pub routing: Vec<Option<ForcedRouting>>,
+    /// Whether to return the experts of tokens.
+    pub return_routing: bool,
     pub kind: RequestKind,
     pub params: SamplingParams,
     pub grammar: Option<Arc<Grammar>>,
@@ -181,6 +189,8 @@ impl Request {
             prompts,
             rows: Vec::new(),
             images: Vec::new(),
+            routing: Vec::new(),
+            return_routing: false,
             kind,
             params,
             grammar: None,
@@ -231,8 +241,9 @@ impl Running {
                     assert!(!text.is_empty());
                     reply.add_text(prompt_index, sample_index, &text);
                 }
-                Event::PromptLogprobs { prompt_index, logprobs, .. } => {
-                    reply.prompt_logprobs.push((prompt_index, logprobs))
+                Event::PromptDone { prompt_index, logprobs, routing, .. } => {
+                    reply.prompt_logprobs.extend(logprobs.map(|logprobs| (prompt_index, logprobs)));
+                    reply.prompt_routing.insert(prompt_index, routing);
                 }
                 Event::Completion(completion) => reply.completions.push(completion),
                 Event::Done(summary) => reply.summary = Some(summary),
@@ -254,6 +265,8 @@ impl Running {
 pub struct Reply {
     pub completions: Vec<Completion>,
     pub prompt_logprobs: Vec<(u32, Vec<TokenLogprobs>)>,
+    /// Rows of experts by prompt index.
+    pub prompt_routing: BTreeMap<u32, Vec<u8>>,
     pub streamed: usize,
     /// Text of the streamed tokens by (prompt index, sample index), for samples that have any.
     pub streamed_text: BTreeMap<(u32, u32), String>,

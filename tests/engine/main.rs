@@ -8,6 +8,7 @@ mod equalities;
 mod images;
 mod oracle;
 mod parity;
+mod routing;
 mod speculation;
 mod structured;
 mod tensor_parallel;

@@ -111,7 +111,8 @@ impl Request {
                 self.streamed.entry((prompt_index, sample_index)).or_default().push(logprobs);
             }
             Event::Text { .. } => panic!("{}: there is no text", self.id),
-            Event::PromptLogprobs { prompt_index, logprobs, weight_version } => {
+            Event::PromptDone { prompt_index, logprobs, weight_version, .. } => {
+                let logprobs = logprobs.expect("nothing else is asked for");
                 assert!(!self.scored.contains(&prompt_index), "{}: prompt {prompt_index} is scored twice", self.id);
                 self.scored.push(prompt_index);
                 self.check_scores(prompt_index, &logprobs, weight_version, book);

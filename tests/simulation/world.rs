@@ -115,6 +115,7 @@ impl World {
             max_queued_samples: dice.between(4, 24),
             speculation: if dice.coin() { Speculation::AUTO } else { Speculation::OFF },
             images: ImageScheduling::default(),
+            routing_row_bytes: 0,
         };
         let weights = PARAMETER_BYTES * PARAMETERS as u64;
         let free = dice.pick(&[100, 400, 5000]);

@@ -5,7 +5,7 @@ use rand_chacha::ChaCha8Rng;
 
 use super::*;
 use crate::cache::CacheSalt;
-use crate::types::TokenId;
+use crate::types::{Prompt, TokenId};
 
 const BLOCK_SIZE: usize = 3;
 const NUM_BLOCKS: usize = 12;
@@ -63,7 +63,7 @@ struct Live {
 
 fn chain_of(salt: u64, tokens: &[TokenId]) -> HashChain {
     let mut chain = HashChain::new(CacheSalt { epoch: salt, adapter: None });
-    tokens.chunks_exact(BLOCK_SIZE).for_each(|block| chain.push(block, &[]));
+    tokens.chunks_exact(BLOCK_SIZE).for_each(|block| chain.push(block, &Prompt::default()));
     chain
 }
 
@@ -140,7 +140,7 @@ impl Test {
         for i in sequence.num_registered..sequence.tokens.len() / BLOCK_SIZE {
             let end = (i + 1) * BLOCK_SIZE;
             if i == sequence.chain.len() {
-                sequence.chain.push(&sequence.tokens[end - BLOCK_SIZE..end], &[]);
+                sequence.chain.push(&sequence.tokens[end - BLOCK_SIZE..end], &Prompt::default());
             }
             self.manager.register(&sequence.table, i, sequence.chain.as_slice()[i]);
             let content = (sequence.salt, sequence.tokens[..end].to_vec());

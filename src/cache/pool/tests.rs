@@ -3,10 +3,11 @@ use rand_chacha::ChaCha8Rng;
 
 use super::*;
 use crate::cache::{CacheSalt, HashChain};
+use crate::types::Prompt;
 
 fn hashes(n: u32) -> Vec<BlockHash> {
     let mut chain = HashChain::new(CacheSalt::default());
-    (0..n).for_each(|token| chain.push(&[token], &[]));
+    (0..n).for_each(|token| chain.push(&[token], &Prompt::default()));
     chain.as_slice().to_vec()
 }
 

@@ -132,6 +132,7 @@ impl Executor for Fake {
         Ok(StepOutput {
             tokens: plan.tasks().map(|task| answer(task.target.or(task.forced))).collect(),
             failed: std::mem::take(&mut self.failing),
+            routing: Vec::new(),
         })
     }
 

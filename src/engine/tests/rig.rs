@@ -102,6 +102,7 @@ pub fn ask(id: &str, prompt: usize, max_tokens: u32) -> (GenerateCommand, Asked)
         params: Arc::new(SamplingParams { max_tokens, ..SamplingParams::default() }),
         grammar: None,
         prompt_sampling: BTreeMap::new(),
+        return_routing: None,
         adapter: None,
         if_weight_version: None,
         min_weight_version: None,
@@ -224,6 +225,7 @@ impl Rig {
             max_queued_samples: MAX_QUEUED,
             speculation: Speculation::OFF,
             images: ImageScheduling::default(),
+            routing_row_bytes: 0,
         };
         let scheduler = Scheduler::new(config, KvCacheManager::new(BLOCKS, BLOCK_SIZE));
         let specs = PARAMETERS.map(|name| ParamSpec::new(name, vec![5, 3], ShardRule::Replicated));

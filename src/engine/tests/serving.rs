@@ -103,6 +103,7 @@ impl Fixture {
             max_queued_samples: 16,
             speculation: Speculation::OFF,
             images: ImageScheduling::default(),
+            routing_row_bytes: 0,
         };
         let scheduler = Scheduler::new(config, KvCacheManager::new(64, 4));
         let executor = Counting { permits: receiver, plan: None };
@@ -149,6 +150,7 @@ impl Fixture {
             params: Arc::new(params),
             grammar: None,
             prompt_sampling: BTreeMap::new(),
+            return_routing: None,
             adapter: None,
             if_weight_version: versions.0,
             min_weight_version: versions.1,

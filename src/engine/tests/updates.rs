@@ -156,7 +156,9 @@ fn prompt_logprobs_are_of_one_policy_under_every_policy_for_running_requests() {
                 .unwrap();
             rig.finish();
             let events = asked.events();
-            let Event::PromptLogprobs { logprobs, weight_version: 7, .. } = &events[0] else { panic!("{events:?}") };
+            let Event::PromptDone { logprobs: Some(logprobs), weight_version: 7, .. } = &events[0] else {
+                panic!("{events:?}")
+            };
             let raw: Vec<f32> = logprobs.iter().map(|l| l.raw).collect();
             assert_eq!(raw, [-1.0; 19]);
             rig.assert_clean();

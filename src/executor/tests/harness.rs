@@ -122,7 +122,7 @@ impl Setup {
                     layer_rows: 64,
                 };
                 let tower = config.vision.clone().map(tower);
-                let workspace = WorkspaceShape { config, build, max_batch_tokens: MAX_TOKENS };
+                let workspace = WorkspaceShape { config, build, max_batch_tokens: MAX_TOKENS, keeps_routing: false };
                 ModelRunner::new(ops, || Ok(comm), weights, kv, (workspace, tower), BLOCK_SIZE, true)
             }
         });

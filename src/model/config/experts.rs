@@ -5,6 +5,7 @@ use serde::Deserialize;
 
 use super::{Architecture, bad};
 use crate::error::Result;
+use crate::types::RoutingFormat;
 
 /// The mixture of experts that takes the place of the feed-forward block in some layers.
 #[derive(Clone, Debug, PartialEq)]
@@ -84,6 +85,12 @@ impl ExpertsConfig {
             return Err(bad("config.json: the width of an expert is 0".into()));
         }
         Ok(())
+    }
+
+    /// How the experts of a token are written.
+    pub fn routing_format(&self) -> RoutingFormat {
+        let layers = self.layers.iter().filter(|has_experts| **has_experts).count();
+        RoutingFormat { layers, top_k: self.top_k, experts: self.count }
     }
 
     /// Groups of neighbouring experts whose outputs are added apart. Each rank has whole groups, so that any number of

@@ -8,6 +8,8 @@ use crate::scheduler::*;
 use crate::types::*;
 
 pub const VOCAB: u64 = 5;
+/// The experts of a token are the state after it, so that they depend on all that its KV depends on.
+pub const ROUTING_ROW_BYTES: usize = size_of::<u64>();
 
 /// SplitMix64's finaliser over a running state.
 pub fn mix(state: u64, value: u64) -> u64 {
@@ -21,14 +23,16 @@ fn root(salt: CacheSalt) -> u64 {
     mix(mix(11, salt.epoch), salt.adapter.map_or(0, |generation| generation + 1))
 }
 
-fn next_state(state: u64, salt: CacheSalt, token: TokenId, image: u64) -> u64 {
-    mix(mix(state, root(salt)), u64::from(token) ^ image)
+fn next_state(state: u64, salt: CacheSalt, token: TokenId, beside: u64) -> u64 {
+    mix(mix(state, root(salt)), u64::from(token) ^ beside)
 }
 
-/// The value of the prompt's image at the token with this index; 0 where there is none.
-fn image_at(prompt: &Prompt, index: usize) -> u64 {
+/// The value of the prompt's image and of its forced experts at the token with this index; 0 where there are none.
+fn beside(prompt: &Prompt, index: usize) -> u64 {
     let image = prompt.images.iter().find(|image| image.placeholders.contains(&index));
+    let forced = prompt.routing.as_ref().and_then(|routing| routing.within(index..index + 1));
     image.map_or(0, |image| mix(u64::from(image.picture.rgb()[0]), (index - image.placeholders.start) as u64))
+        ^ forced.map_or(0, |(_, row)| mix(13, row[0].into()))
 }
 
 /// The content of a slot after position `position` was computed: like real KV, a function of all tokens up to it, and
@@ -70,11 +74,12 @@ impl FakeExecutor {
             self.encode(encode);
         }
         let mut written = Vec::new();
-        let mut tokens = Vec::new();
+        let (mut tokens, mut routing) = (Vec::new(), Vec::new());
         for (id, planned) in scheduler.in_flight.iter().zip(&plan.sequences) {
             let salt = groups[&scheduler.running[id].key.group].salt;
             assert_eq!(planned.adapter, salt.adapter);
             let states = self.write(salt, planned, &mut written);
+            routing.extend(states.iter().flat_map(|state| state.to_le_bytes()));
             for row in &planned.logits {
                 let last = self.repeats.then_some(planned.tokens[row.offset]);
                 tokens.extend(row.tasks.iter().map(|task| answer(states[row.offset], last, task)));
@@ -90,7 +95,7 @@ impl FakeExecutor {
             let oldest = if sequence.is_forked() { self.begun[id] } else { groups[&sequence.key.group].salt.epoch };
             self.verify(oldest, groups[&sequence.key.group].salt, planned, &all);
         }
-        StepOutput { tokens, failed: Vec::new() }
+        StepOutput { tokens, failed: Vec::new(), routing }
     }
 
     /// Notes that all embeddings are gone.
@@ -115,8 +120,9 @@ impl FakeExecutor {
         }
     }
 
-    /// The value of the image at a token of the plan, of which the buffer must have the embedding.
-    fn image_at(&self, planned: &PlanSequence, offset: usize) -> u64 {
+    /// The value of the image and of the forced experts at a token of the plan. The buffer must have the image's
+    /// embedding.
+    fn beside(&self, planned: &PlanSequence, offset: usize) -> u64 {
         let is_inside = |images: &&EmbeddingRows| (images.offset..images.offset + images.rows.len()).contains(&offset);
         let found = planned.embeddings.iter().find(is_inside);
         let row = found.map(|images| self.embeddings[images.rows.start + offset - images.offset]);
@@ -124,7 +130,7 @@ impl FakeExecutor {
         let image = planned.prompt.images.iter().find(|image| image.placeholders.contains(&index));
         let expected = image.map(|image| Some((image.picture.hash(), index - image.placeholders.start)));
         assert_eq!(row, expected, "the embedding of token {index}");
-        image_at(&planned.prompt, index)
+        beside(&planned.prompt, index)
     }
 
     fn slot(&self, planned: &PlanSequence, position: usize) -> usize {
@@ -138,7 +144,7 @@ impl FakeExecutor {
         };
         let mut states = Vec::new();
         for (position, &token) in (planned.start..).zip(&planned.tokens) {
-            state = next_state(state, salt, token, self.image_at(planned, position - planned.start));
+            state = next_state(state, salt, token, self.beside(planned, position - planned.start));
             states.push(state);
             let slot = self.slot(planned, position);
             self.slots[slot] = Some(Slot { salt, position, token, state });
@@ -163,7 +169,7 @@ impl FakeExecutor {
             assert!((epoch..=salt.epoch).contains(&held.salt.epoch), "KV of position {position} is of {:?}", held.salt);
             epoch = held.salt.epoch;
             let salt = CacheSalt { epoch, ..salt };
-            state = next_state(state, salt, token, image_at(&planned.prompt, position));
+            state = next_state(state, salt, token, beside(&planned.prompt, position));
             assert_eq!(held, Slot { salt, position, token, state }, "KV of position {position}");
         }
     }
@@ -173,13 +179,18 @@ fn raw_logprobs(logprobs: &[TokenLogprobs]) -> Vec<f32> {
     logprobs.iter().map(|l| l.raw).collect()
 }
 
-/// The log-probabilities of a group's prompt if the policy of the group's salt computes all of it.
-fn prompt_logprobs(group: &Group) -> Vec<f32> {
-    let states = (0..).zip(&group.prompt.tokens[..]).scan(0, |state, (index, &token)| {
-        *state = next_state(*state, group.salt, token, image_at(&group.prompt, index));
+/// The states of a group's prompt if the policy of the group's salt computes all of it.
+fn prompt_states(group: &Group) -> impl Iterator<Item = u64> {
+    (0..).zip(&group.prompt.tokens[..]).scan(0, |state, (index, &token)| {
+        *state = next_state(*state, group.salt, token, beside(&group.prompt, index));
         Some(*state)
-    });
-    states.zip(&group.prompt.tokens[1..]).map(|(state, &token)| raw_logprob(state, token)).collect()
+    })
+}
+
+/// The log-probabilities of the same.
+fn prompt_logprobs(group: &Group) -> Vec<f32> {
+    let tokens = &group.prompt.tokens[1..];
+    prompt_states(group).zip(tokens).map(|(state, &token)| raw_logprob(state, token)).collect()
 }
 
 fn raw_logprob(state: u64, token: TokenId) -> f32 {
@@ -377,11 +388,14 @@ impl Harness {
 
     fn apply(&mut self, outcome: Outcome) {
         match outcome {
-            Outcome::PromptDone { group, cached_tokens, logprobs } => {
-                let Group { kind, prompt, .. } = &self.groups[&group];
+            Outcome::PromptDone { group, cached_tokens, logprobs, routing } => {
+                let Group { kind, prompt, returns_routing, .. } = &self.groups[&group];
                 let is_score = *kind == GroupKind::Score;
                 let wants_all = is_score || matches!(kind, GroupKind::Sample { prompt_logprobs: true, .. });
                 let first = if wants_all { 0 } else { prompt.first_with_row() };
+                let computed = if is_score { (prompt.tokens.len() - 1).max(1) } else { prompt.tokens.len() };
+                let states = prompt_states(&self.groups[&group]).take(if *returns_routing { computed } else { 0 });
+                assert_eq!(routing, states.flat_map(u64::to_le_bytes).collect::<Vec<_>>(), "{group:?}: its experts");
                 let result = self.results.get_mut(&group).expect("a known group");
                 assert!(result.cached_tokens.is_none() && !result.aborted, "{group:?}: its prompt is done once");
                 assert!(result.samples.iter().all(|sample| sample.tokens.is_empty()));
@@ -394,7 +408,8 @@ impl Harness {
                 result.done = is_score;
             }
             Outcome::GrammarFailed { sample, error } => panic!("{sample:?}: {error:?}"),
-            Outcome::Token { sample, logprobs, finish, .. } => {
+            Outcome::Token { sample, logprobs, finish, routing, .. } => {
+                let returns_routing = self.groups[&sample.group].returns_routing;
                 let result = self.results.get_mut(&sample.group).expect("a known group");
                 assert!(result.cached_tokens.is_some() && !result.aborted, "{sample:?}");
                 let state = &mut result.samples[sample.sample_index as usize];
@@ -402,6 +417,11 @@ impl Harness {
                     return; // of the run in which the stop string was
                 }
                 assert!(state.finish.is_none(), "{sample:?} has ended");
+                match routing[..].try_into().map(u64::from_le_bytes) {
+                    // The answer was made from the state after the token before.
+                    Ok(before) => assert_eq!(raw_logprob(before, logprobs.token), logprobs.raw, "{sample:?}: experts"),
+                    Err(_) => assert!(routing.is_empty() && (state.tokens.is_empty() || !returns_routing)),
+                }
                 let stop = (self.stop_string)(&logprobs);
                 state.tokens.push(logprobs);
                 state.finish = if stop { Some(FinishReason::StopString) } else { finish };
@@ -426,6 +446,7 @@ pub fn group(key: GroupKey, prompt: &[TokenId], n: u32, max_tokens: u32) -> Grou
         params: Arc::new(SamplingParams { max_tokens, ..SamplingParams::default() }),
         salt: CacheSalt::default(),
         grammar: None,
+        returns_routing: false,
         kind: GroupKind::Sample { seeds: (0..n).map(|i| sample_seed(7, 0, i)).collect(), prompt_logprobs: false },
     }
 }

@@ -18,6 +18,7 @@ fn config(max_num_seqs: usize, max_batch_tokens: usize) -> SchedulerConfig {
         max_queued_samples: 50,
         speculation: Speculation::OFF,
         images: ImageScheduling::default(),
+        routing_row_bytes: 0,
     }
 }
 

@@ -41,6 +41,7 @@ fn random_config(rng: &mut ChaCha8Rng) -> (SchedulerConfig, usize, usize) {
             tower_blocks: rng.random_range(1..=4),
             token_blocks: rng.random_range(0..=3 * MAX_IMAGE_TOKENS),
         },
+        routing_row_bytes: ROUTING_ROW_BYTES,
     };
     let block_size = rng.random_range(1..=7);
     let smallest = MAX_MODEL_LEN.div_ceil(block_size);
@@ -67,6 +68,11 @@ fn random_prompt(rng: &mut ChaCha8Rng, max_len: usize) -> Prompt {
         }
         prompt = Prompt::with_images(prompt.tokens, images);
     }
+    if rng.random_bool(0.3) {
+        let first = rng.random_range(0..len);
+        let rows: Vec<u8> = (first..rng.random_range(first..len) + 1).map(|_| rng.random_range(0..2)).collect();
+        prompt.routing = Some(ForcedRouting::new(first, 1, rows));
+    }
     if rng.random_bool(0.2) {
         prompt.logprob_token_ids = vec![vec![1]; rng.random_range(0..len)].into();
     }
@@ -90,6 +96,7 @@ fn random_request(rng: &mut ChaCha8Rng, request: u64) -> Vec<Group> {
     let params = Arc::new(random_params(rng));
     let salt = CacheSalt { epoch: rng.random_range(0..2), adapter: rng.random_bool(0.1).then_some(1) };
     let score = rng.random_bool(0.2);
+    let returns_routing = rng.random_bool(0.5);
     (0..rng.random_range(1..=4))
         .map(|prompt_index| Group {
             key: key(request, prompt_index),
@@ -97,6 +104,7 @@ fn random_request(rng: &mut ChaCha8Rng, request: u64) -> Vec<Group> {
             params: Arc::clone(&params),
             salt,
             grammar: None,
+            returns_routing,
             kind: if score {
                 GroupKind::Score
             } else {
@@ -191,6 +199,7 @@ fn alone(group: &Group, sample_index: usize, repeats: bool) -> GroupResult {
         max_queued_samples: 1,
         speculation: Speculation::OFF,
         images: ImageScheduling { embedding_rows: 3 * MAX_IMAGE_TOKENS, tower_blocks: 1, token_blocks: 0 },
+        routing_row_bytes: ROUTING_ROW_BYTES,
     };
     let mut harness = Harness::new(config, 10, 16);
     harness.stop_string = stop_string;

@@ -17,6 +17,7 @@ fn config(speculation: Speculation) -> SchedulerConfig {
         max_queued_samples: 50,
         speculation,
         images: ImageScheduling::default(),
+        routing_row_bytes: 0,
     }
 }
 

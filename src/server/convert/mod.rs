@@ -17,6 +17,7 @@ pub(super) mod data_url;
 mod images;
 mod lifecycle;
 mod prompt;
+mod routing;
 mod sampling;
 mod structured;
 #[cfg(test)]
@@ -122,6 +123,7 @@ pub(super) fn generate_sparing(
 ) -> Result<ValidRequest> {
     check_versions(request.if_weight_version, request.min_weight_version)?;
     check_top_logprobs(request.top_logprobs, model)?;
+    let return_routing = routing::returned(request.return_routing, model)?;
     let n = check_n(request.n, request.prompts.len())?;
     if request.return_text {
         encoder("return_text", model, "ask for token ids only")?;
@@ -146,6 +148,7 @@ pub(super) fn generate_sparing(
         grammar: sampling.grammar.map(spare),
         prompts,
         prompt_sampling,
+        return_routing,
         adapter: named(request.adapter)?,
         if_weight_version: request.if_weight_version,
         min_weight_version: request.min_weight_version,
@@ -157,14 +160,21 @@ pub(super) fn generate_sparing(
 pub(super) fn score(request: pb::ScoreRequest, model: &ModelFacts, charge: &mut Charge) -> Result<ValidRequest> {
     check_versions(request.if_weight_version, request.min_weight_version)?;
     check_top_logprobs(request.top_logprobs, model)?;
+    let return_routing = routing::returned(request.return_routing, model)?;
     let params = sampling::for_score(&request.sampling.unwrap_or_default(), model)?;
     Ok(ValidRequest {
         request_id: request_id(String::new())?,
-        prompts: prompt::sequences(request.sequences, request.logprob_token_ids, request.images, model, charge)?,
+        prompts: prompt::sequences(
+            request.sequences,
+            (request.logprob_token_ids, request.images, request.routing),
+            model,
+            charge,
+        )?,
         kind: RequestKind::Score,
         params: Arc::new(SamplingParams { top_logprobs: request.top_logprobs, ..params }),
         grammar: None,
         prompt_sampling: BTreeMap::new(),
+        return_routing,
         adapter: named(request.adapter)?,
         if_weight_version: request.if_weight_version,
         min_weight_version: request.min_weight_version,

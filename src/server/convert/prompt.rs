@@ -4,6 +4,7 @@ use std::sync::Arc;
 
 use super::{
     MAX_SAMPLES_PER_REQUEST, ModelFacts, chat, check_ids, check_logprob_token_ids, check_most, encoder, images, pb,
+    routing,
 };
 use crate::error::{Error, Result};
 use crate::memory::Charge;
@@ -16,11 +17,10 @@ pub(super) fn prompts(prompts: Vec<pb::Prompt>, model: &ModelFacts, charge: &mut
 }
 
 /// Checks the sequences of a `ScoreRequest`. Each must fit into the context. `rows` are the `logprob_token_ids` of
-/// each, `images` the images.
+/// each, `images` the images, `routing` the experts.
 pub(super) fn sequences(
     sequences: Vec<pb::TokenIds>,
-    rows: Vec<pb::TokenRows>,
-    images: Vec<pb::ImageList>,
+    (rows, images, routing): (Vec<pb::TokenRows>, Vec<pb::ImageList>, Vec<pb::Routing>),
     model: &ModelFacts,
     charge: &mut Charge,
 ) -> Result<Vec<Prompt>> {
@@ -31,7 +31,9 @@ pub(super) fn sequences(
     ensure!(is_complete, "logprob_token_ids", "{given} for {wanted} sequences; give one for each, or none");
     let (given, is_complete) = (images.len(), images.is_empty() || images.len() == wanted);
     ensure!(is_complete, "images", "{given} lists for {wanted} sequences; give one for each, or none");
-    let (mut rows, mut images) = (rows.into_iter(), images.into_iter());
+    let (given, is_complete) = (routing.len(), routing.is_empty() || routing.len() == wanted);
+    ensure!(is_complete, "routing", "{given} for {wanted} sequences; give one for each, or none");
+    let (mut rows, mut images, mut routing) = (rows.into_iter(), images.into_iter(), routing.into_iter());
     let check = |(i, s): (usize, pb::TokenIds)| {
         let path = format!("sequences[{i}]");
         check_tokens(&path, &s.ids, model)?;
@@ -41,7 +43,9 @@ pub(super) fn sequences(
         ensure!(n <= most, path, "{n} tokens are more than the context of {most}");
         let named = rows.next().unwrap_or_default().rows;
         let logprob_token_ids = named_rows(&format!("logprob_token_ids[{i}].rows"), named, n, model)?;
-        Ok(Prompt { logprob_token_ids, ..prompt })
+        let experts = routing.next().unwrap_or_default();
+        let routing = routing::forced(&format!("routing[{i}]"), experts, n, model)?;
+        Ok(Prompt { logprob_token_ids, routing, ..prompt })
     };
     sequences.into_iter().enumerate().map(check).collect()
 }
@@ -97,11 +101,14 @@ fn encoded(
 
 fn prompt(path: &str, mut prompt: pb::Prompt, model: &ModelFacts, charge: &mut Charge) -> Result<Prompt> {
     let (named, rows_path) = (std::mem::take(&mut prompt.logprob_token_ids), format!("{path}.logprob_token_ids"));
+    let (experts, routing_path) = (prompt.routing.take(), format!("{path}.routing"));
     let (kept, keep_first) = (prompt.keep_tokens.map(|kept| kept as usize), prompt.keep_first);
     let images = take_images(path, &mut prompt, model, charge)?;
     if let Some(image) = images.first().filter(|_| kept.is_some()) {
         return Err(Error::invalid(&image.path, "a prompt with images cannot be cut; leave keep_tokens unset"));
     }
+    let is_cut = kept.is_some() && experts.is_some();
+    ensure!(!is_cut, routing_path, "a prompt with routing cannot be cut; leave keep_tokens unset");
     // A text that is cut may be longer than the context.
     let most = if kept.is_some() { usize::MAX } else { model.max_model_len };
     ensure!(kept != Some(0), format!("{path}.keep_tokens"), "0 tokens; keep at least 1");
@@ -116,7 +123,8 @@ fn prompt(path: &str, mut prompt: pb::Prompt, model: &ModelFacts, charge: &mut C
     let (n, most) = (prompt.tokens.len(), model.max_model_len);
     ensure!(n < most, path, "{n} tokens leave no room for one more in the context of {most}; shorten the prompt");
     let logprob_token_ids = named_rows(&rows_path, named, n, model)?;
-    Ok(Prompt { logprob_token_ids, ..prompt })
+    let routing = routing::forced(&routing_path, experts.unwrap_or_default(), n, model)?;
+    Ok(Prompt { logprob_token_ids, routing, ..prompt })
 }
 
 /// Takes the images of a prompt: those of its field, and those that the messages of a chat hold, which become parts of

@@ -9,7 +9,7 @@ use super::status::to_status;
 use crate::engine::{Command, EngineStatus};
 use crate::memory::{MemoryReport, MemoryUse, resident_bytes};
 use crate::server::calls::ask;
-use crate::server::{ImageRules, ServerState, ServingContext, convert, lifecycle, pb};
+use crate::server::{ImageRules, RoutingRules, ServerState, ServingContext, convert, lifecycle, pb};
 
 pub(super) struct ControlService {
     server: ServerState,
@@ -101,6 +101,7 @@ fn info_response(context: &ServingContext) -> pb::GetInfoResponse {
         max_model_len: count(model.max_model_len),
         eos_token_ids: model.eos_token_ids.clone(),
         images: model.images.as_ref().map(image_info),
+        routing: model.routing.as_ref().map(routing_info),
         has_tokenizer: model.encoder.is_some(),
         has_chat_template: model.encoder.as_ref().is_some_and(|e| e.chat_template.is_some()),
         ..context.info.clone()
@@ -115,6 +116,15 @@ fn image_info(rules: &ImageRules) -> pb::ImageInfo {
         placeholder: rules.vision.image_token,
         forbidden_token_ids: rules.vision.forbidden_tokens.clone(),
         tile_side: count(rules.vision.tile_side().unwrap_or(0)),
+    }
+}
+
+fn routing_info(rules: &RoutingRules) -> pb::RoutingInfo {
+    pb::RoutingInfo {
+        layers: rules.layers.iter().copied().map(count).collect(),
+        top_k: count(rules.format.top_k),
+        experts: count(rules.format.experts),
+        returned: rules.is_kept,
     }
 }
 

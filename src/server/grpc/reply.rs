@@ -7,7 +7,7 @@ use crate::engine::{Completion, Event, Summary, ValidRequest};
 use crate::error::{Error, Result};
 use crate::server::pb;
 use crate::server::replies::Writer;
-use crate::types::{FinishReason, Prompt, PromptImage, TokenId, TokenLogprobs, WeightVersion};
+use crate::types::{FinishReason, Prompt, PromptImage, RoutingFormat, TokenId, TokenLogprobs, WeightVersion};
 use pb::generate_response::Event as Message;
 
 /// Tokens of a sequence in one message of scores: 0.8 MB with 100 most likely tokens at each position.
@@ -20,11 +20,17 @@ pub(super) struct GenerateWriter {
     prompts: Vec<Option<Prompt>>,
     /// Whether the request has `top_logprobs` or `logprob_token_ids`.
     top: bool,
+    /// Tokens of each prompt.
+    prompt_tokens: Vec<u32>,
+    /// How experts are returned, if they are.
+    routing: Option<RoutingFormat>,
 }
 
 impl GenerateWriter {
     pub(super) fn new(request: &ValidRequest) -> Self {
         Self {
+            prompt_tokens: request.prompts.iter().map(|prompt| prompt.tokens.len() as u32).collect(),
+            routing: request.return_routing,
             request_id: request.request_id.clone(),
             prompts: request.prompts.iter().cloned().map(Some).collect(),
             top: request.params.top_logprobs > 0 || !request.params.logprob_token_ids.is_empty(),
@@ -47,6 +53,9 @@ impl GenerateWriter {
             cached_tokens: c.cached_tokens,
             text: c.text,
             ranks: self.if_top(|| c.tokens.iter().map(|t| t.rank).collect()),
+            routing: self
+                .routing
+                .map(|format| routing(&format, self.prompt_tokens[c.prompt_index as usize], c.routing)),
         }
     }
 
@@ -112,9 +121,15 @@ impl Writer for GenerateWriter {
                 text: Some(text),
                 ..Default::default()
             })),
-            Event::PromptLogprobs { prompt_index, logprobs, .. } => {
-                let (_, prompt) = prompt.ok_or_else(|| unrequested(prompt_index))?;
-                push(Message::PromptLogprobs(self.prompt_logprobs(prompt_index, &prompt, logprobs)?));
+            Event::PromptDone { prompt_index, logprobs, routing: experts, .. } => {
+                if let Some(format) = &self.routing {
+                    let routing = Some(routing(format, 0, experts));
+                    push(Message::PromptRouting(pb::PromptRouting { prompt_index, routing }));
+                }
+                if let Some(logprobs) = logprobs {
+                    let (_, prompt) = prompt.ok_or_else(|| unrequested(prompt_index))?;
+                    push(Message::PromptLogprobs(self.prompt_logprobs(prompt_index, &prompt, logprobs)?));
+                }
             }
             Event::Completion(completion) => push(Message::Completion(self.completion(completion))),
             Event::Done(summary) => {
@@ -125,6 +140,11 @@ impl Writer for GenerateWriter {
         }
         Ok(None)
     }
+}
+
+/// The experts of tokens from the one with the index `first_token` on.
+fn routing(format: &RoutingFormat, first_token: u32, experts: Vec<u8>) -> pb::Routing {
+    pb::Routing { first_token, layers: format.layers as u32, top_k: format.top_k as u32, experts }
 }
 
 fn prompt_image(image: &PromptImage) -> pb::PromptImage {
@@ -144,6 +164,8 @@ pub(super) struct ScoreWriter {
     sequences: Vec<Option<Prompt>>,
     left: usize,
     top: bool,
+    /// How experts are returned, if they are.
+    routing: Option<RoutingFormat>,
 }
 
 impl ScoreWriter {
@@ -152,13 +174,14 @@ impl ScoreWriter {
             sequences: request.prompts.iter().cloned().map(Some).collect(),
             left: request.prompts.len(),
             top: request.params.top_logprobs > 0,
+            routing: request.return_routing,
         }
     }
 
     fn score(
         &mut self,
         index: u32,
-        mut logprobs: Vec<TokenLogprobs>,
+        (mut logprobs, experts): (Vec<TokenLogprobs>, Vec<u8>),
         weight_version: WeightVersion,
         out: &mut VecDeque<pb::ScoreResponse>,
     ) -> Result<()> {
@@ -183,6 +206,10 @@ impl ScoreWriter {
                 top_logprobs: if self.top { tops.collect() } else { Vec::new() },
                 weight_version,
                 token_id_logprobs: named.get(piece.clone()).unwrap_or_default().to_vec(),
+                routing: self.routing.map(|format| {
+                    let byte = |token: usize| (token * format.row_bytes()).min(experts.len());
+                    routing(&format, start as u32, experts[byte(piece.start)..byte(piece.end)].to_vec())
+                }),
             };
             out.push_back(pb::ScoreResponse { score: Some(score), sequence_index: index, start: start as u32 });
         }
@@ -195,8 +222,9 @@ impl Writer for ScoreWriter {
 
     fn write(&mut self, event: Event, out: &mut VecDeque<pb::ScoreResponse>) -> Result<Option<Summary>> {
         match event {
-            Event::PromptLogprobs { prompt_index, logprobs, weight_version } => {
-                self.score(prompt_index, logprobs, weight_version, out).map(|()| None)
+            Event::PromptDone { prompt_index, logprobs, routing, weight_version } => {
+                let scores = (logprobs.unwrap_or_default(), routing);
+                self.score(prompt_index, scores, weight_version, out).map(|()| None)
             }
             Event::Done(_) if self.left > 0 => Err(Error::Aborted(format!(
                 "the request was aborted before {} of its {} sequences were scored",
@@ -241,7 +269,7 @@ fn token_id_logprobs(prompt: &Prompt, logprobs: &mut [TokenLogprobs]) -> Vec<pb:
 fn prompt_of(event: &Event) -> Option<u32> {
     match event {
         Event::Token { prompt_index, .. } | Event::Text { prompt_index, .. } => Some(*prompt_index),
-        Event::PromptLogprobs { prompt_index, .. } => Some(*prompt_index),
+        Event::PromptDone { prompt_index, .. } => Some(*prompt_index),
         Event::Completion(completion) => Some(completion.prompt_index),
         Event::Done(_) | Event::Failed(_) => None,
     }

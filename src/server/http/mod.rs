@@ -10,6 +10,7 @@ mod features;
 mod members;
 mod middleware;
 mod models;
+mod npy;
 mod openai;
 mod page;
 mod query;

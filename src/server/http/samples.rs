@@ -36,6 +36,11 @@ pub(super) trait Samples: Send + Unpin + 'static {
         event(&error.into_body())
     }
 
+    /// Takes the experts of the prompt's tokens, which not every route reports; empty if they are not kept.
+    fn prompt_routing(&mut self, _prompt: usize, _routing: Vec<u8>) -> Result<()> {
+        Ok(())
+    }
+
     /// Takes the log-probabilities of a prompt, which not every route reports.
     fn prompt_logprobs(&mut self, _prompt: usize, _logprobs: Vec<TokenLogprobs>) -> Result<()> {
         Ok(())
@@ -124,8 +129,11 @@ impl<S: Samples> SampleWriter<S> {
                 samples.token((prompt_index, sample_index), &logprobs, text.unwrap_or_default(), out)?;
             }
             Event::Text { text, .. } => self.last.1.push_str(&text),
-            Event::PromptLogprobs { prompt_index, logprobs, .. } => {
-                samples.prompt_logprobs(prompt_index as usize, logprobs)?;
+            Event::PromptDone { prompt_index, logprobs, routing, .. } => {
+                samples.prompt_routing(prompt_index as usize, routing)?;
+                if let Some(logprobs) = logprobs {
+                    samples.prompt_logprobs(prompt_index as usize, logprobs)?;
+                }
             }
             Event::Completion(completion) if self.is_stream => {
                 let (last, text) = std::mem::take(&mut self.last);

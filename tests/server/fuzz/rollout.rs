@@ -75,7 +75,14 @@ fn prompt(dice: &mut Dice) -> pb::Prompt {
     let logprob_token_ids = if dice.one_in(6) { token_rows(dice) } else { Vec::new() };
     let (add_special_tokens, keep_first) = (dice.maybe(Dice::coin), dice.coin());
     let images = if dice.one_in(12) { (0..dice.below(4)).map(|_| image(dice)).collect() } else { Vec::new() };
-    pb::Prompt { kind, add_special_tokens, sampling, keep_tokens, keep_first, logprob_token_ids, images }
+    // The model has no experts.
+    let routing = if dice.is_hostile() && dice.one_in(12) { Some(routing(dice)) } else { None };
+    pb::Prompt { kind, add_special_tokens, sampling, keep_tokens, keep_first, logprob_token_ids, images, routing }
+}
+
+fn routing(dice: &mut Dice) -> pb::Routing {
+    let experts = (0..dice.below(40)).map(|_| dice.below(256) as u8).collect();
+    pb::Routing { first_token: dice.between(0, 9), layers: dice.between(0, 9), top_k: dice.between(0, 9), experts }
 }
 
 fn image(dice: &mut Dice) -> pb::Image {
@@ -122,6 +129,7 @@ fn generate_request(dice: &mut Dice) -> pb::GenerateRequest {
         min_weight_version: if dice.one_in(8) { dice.maybe(Dice::u64) } else { None },
         time_limit_seconds: if dice.one_in(8) { Some(time_limit(dice)) } else { None },
         logprob_token_ids: if dice.one_in(4) { tokens(dice, 9).ids } else { Vec::new() },
+        return_routing: dice.is_hostile() && dice.one_in(8),
         top_logprobs_of: if dice.is_hostile() { dice.below(5) as i32 - 1 } else { dice.below(3) as i32 },
     }
 }
@@ -195,6 +203,7 @@ fn check_generate(request: &pb::GenerateRequest, messages: &[Bytes]) -> Result<(
             }
             Event::Delta(delta) => check_logprobs(&delta.raw_logprobs).map_err(|why| format!("{why}: {delta:?}"))?,
             Event::Summary(_) => summaries += 1,
+            Event::PromptRouting(_) => return Err("a dense model has no experts".into()),
             Event::Prompt(prompt) => {
                 check_prompt(request, &prompt).map_err(|why| format!("{why}: {prompt:?}"))?;
                 prompts.push(prompt.prompt_index);
@@ -289,6 +298,8 @@ pub fn score(dice: &mut Dice) -> Call {
         min_weight_version: if dice.one_in(8) { dice.maybe(Dice::u64) } else { None },
         sampling: dice.coin().then_some(sampling),
         images: Vec::new(),
+        return_routing: dice.is_hostile() && dice.one_in(8),
+        routing: if dice.is_hostile() && dice.one_in(8) { vec![routing(dice)] } else { Vec::new() },
     };
     let mut call = call(dice, SCORE, &request);
     if request.min_weight_version.is_some() {

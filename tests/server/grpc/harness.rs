@@ -181,6 +181,7 @@ pub fn completion_event(sample_index: u32, ids: &[u32], finish_reason: FinishRea
         weight_versions: vec![(0, 0, ids.len() as u32)],
         seed: 5,
         cached_tokens: 0,
+        routing: Vec::new(),
     })
 }
 

@@ -190,9 +190,10 @@ async fn scores_come_as_they_are_computed() {
     let mut stream = client.score(sent).await.expect("accepted").into_inner();
     let mut engine = server.generate_command();
     assert_eq!((engine.request.kind, engine.request.min_weight_version), (RequestKind::Score, Some(2)));
-    let scored = |prompt_index, ids: &[u32]| Event::PromptLogprobs {
+    let scored = |prompt_index, ids: &[u32]| Event::PromptDone {
         prompt_index,
-        logprobs: ids.iter().map(|&id| token(id)).collect(),
+        logprobs: Some(ids.iter().map(|&id| token(id)).collect()),
+        routing: Vec::new(),
         weight_version: 2,
     };
     (engine.client.responder)(scored(1, &[]));

@@ -127,6 +127,11 @@ def has_table(*shape: int) -> Effect:
     return effect
 
 
+def experts(reply: Reply) -> list[Any]:
+    """The experts of each token."""
+    return np.load(io.BytesIO(base64.b64decode(reply.choice["routed_experts"]))).tolist()
+
+
 def part(**members: Any) -> dict[str, Any]:
     """A message of one part."""
     return {"role": "user", "content": [members]}
@@ -325,7 +330,9 @@ CASES = {
     "kv_transfer_params": Case({"do_remote_decode": True}),
     "ec_transfer_params": Case({"x": 1}, routes="CH"),
     "vllm_xargs": Case({"x": 1}, routes="CH"),
-    "routed_experts_prompt_start": Case(1, routes="CH"),
+    "routed_experts_prompt_start": Case(
+        1, lambda reply, base: experts(reply) == experts(base)[1:], routes="CH", model="experts"
+    ),
     "prompt_embeds": Case("AAAA", changed, routes="C"),
     "mm_payload": Case("none", routes="CH"),
     "return_mm_kwargs": Case(False, routes="CH"),

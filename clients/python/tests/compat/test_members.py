@@ -64,7 +64,14 @@ def make_thinker(model):
     write_scripted(model, template, [["<think>", "one", "two", "three", "four", "</think>", "yes"]])
 
 
-MODELS = {"probe": make_probe, "thinker": make_thinker}
+def make_experts(model):
+    """A model with experts."""
+    shutil.copytree(FIXTURES / "qwen3_moe", model)
+    shutil.copy(FIXTURES / "llama/chat_template.jinja", model)
+
+
+MODELS = {"probe": make_probe, "thinker": make_thinker, "experts": make_experts}
+MODEL_FLAGS = {"experts": ["--return-routing"]}
 
 
 @pytest.fixture(scope="module")
@@ -77,7 +84,8 @@ def servers(binary, tmp_path_factory):
         found = {}
         for name, make in MODELS.items():
             make(directory / name)
-            process = ServerProcess(binary, directory / name, [*flags, "--served-model-name", name])
+            own = ["--served-model-name", name, *MODEL_FLAGS.get(name, [])]
+            process = ServerProcess(binary, directory / name, [*flags, *own])
             found[name] = stack.enter_context(process)
         yield found
         for server in found.values():

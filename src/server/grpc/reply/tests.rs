@@ -53,6 +53,10 @@ fn sent_back() -> Message {
     Message::Prompt(pb::PromptTokens { prompt_index: 0, token_ids: vec![10, 11, 12], images: Vec::new() })
 }
 
+fn prompt_done(prompt_index: u32, logprobs: Vec<TokenLogprobs>, weight_version: WeightVersion) -> Event {
+    Event::PromptDone { prompt_index, logprobs: Some(logprobs), routing: Vec::new(), weight_version }
+}
+
 fn completion() -> Completion {
     Completion {
         prompt_index: 0,
@@ -63,6 +67,7 @@ fn completion() -> Completion {
         weight_versions: vec![(4, 0, 1), (5, 1, 2)],
         seed: 77,
         cached_tokens: 2,
+        routing: Vec::new(),
     }
 }
 
@@ -83,6 +88,7 @@ fn expected_completion() -> pb::Completion {
         cached_tokens: 2,
         text: None,
         ranks: Vec::new(),
+        routing: None,
     }
 }
 
@@ -90,7 +96,7 @@ fn expected_completion() -> pb::Completion {
 fn a_prompt_is_sent_back_once_before_all_else_of_it() {
     let mut writer = GenerateWriter::new(&request(0, true));
     let logprobs = vec![token(11), token(12)];
-    let first = write(&mut writer, Event::PromptLogprobs { prompt_index: 0, logprobs, weight_version: 0 });
+    let first = write(&mut writer, prompt_done(0, logprobs, 0));
     assert!(matches!(&first[..], [prompt, Message::PromptLogprobs(_)] if *prompt == sent_back()), "{first:?}");
     let second = write(&mut writer, Event::Completion(completion()));
     assert!(matches!(&second[..], [Message::Completion(_)]), "{second:?}");
@@ -148,7 +154,7 @@ fn text_comes_with_tokens_alone_and_with_the_completion() {
 
 #[test]
 fn prompt_logprobs_start_with_nan() {
-    let event = Event::PromptLogprobs { prompt_index: 0, logprobs: vec![token(11), token(12)], weight_version: 0 };
+    let event = prompt_done(0, vec![token(11), token(12)], 0);
     let got = messages(&request(2, true), event);
     let [Message::PromptLogprobs(p)] = got.as_slice() else { panic!("{got:?}") };
     assert_eq!((p.prompt_index, p.token_ids.as_slice()), (0, [10, 11, 12].as_slice()));
@@ -169,7 +175,7 @@ fn named_tokens_are_listed_beside_the_last_tokens_of_a_prompt() {
     let named = [pb::TopLogprobs::default(), pb::TopLogprobs::default(), listed(&[(12, -12.0), (13, -13.0)])];
     let unnamed = TokenLogprobs { top: Vec::new(), ..token(11) };
     for (logprobs, known) in [(vec![token(12)], false), (vec![unnamed, token(12)], true)] {
-        let event = Event::PromptLogprobs { prompt_index: 0, logprobs, weight_version: 0 };
+        let event = prompt_done(0, logprobs, 0);
         let got = messages(&request(known), event);
         let [Message::PromptLogprobs(p)] = got.as_slice() else { panic!("{got:?}") };
         assert_eq!(p.raw_logprobs.iter().map(|x| x.is_nan()).collect::<Vec<_>>(), [true, !known, false]);
@@ -200,7 +206,7 @@ fn scorer() -> ScoreWriter {
 }
 
 fn scored(prompt_index: u32, logprobs: Vec<TokenLogprobs>) -> Event {
-    Event::PromptLogprobs { prompt_index, logprobs, weight_version: 9 }
+    prompt_done(prompt_index, logprobs, 9)
 }
 
 #[test]

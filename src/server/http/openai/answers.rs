@@ -10,6 +10,7 @@ use serde::Serialize;
 use utoipa::ToSchema;
 
 use super::logprobs::{ALTERNATIVE, ChatLogprobsWriter, LOGPROB, PromptLogprobs, TokenTexts, most_likely};
+use super::routed_experts::RoutedExperts;
 use super::sampling::{LogprobsMode, Sampling, UsageEvents};
 use crate::engine::{Completion, SampleTimes, Summary};
 use crate::error::{Error, Result};
@@ -41,6 +42,8 @@ pub(in crate::server::http) struct Report {
     pub(in crate::server::http) usage_events: UsageEvents,
     pub(in crate::server::http) returns_ids: bool,
     pub(super) returns_versions: bool,
+    /// Writes the experts of samples; `None` in a stream, and if the server does not keep them.
+    pub(in crate::server::http) routed_experts: Option<RoutedExperts>,
     reports_times: bool,
     /// Tokens of a KV block, if usage figures have the parts of prompts.
     cache_block: Option<u64>,
@@ -102,6 +105,8 @@ impl Report {
             },
             returns_ids: sampling.return_token_ids.unwrap_or(false),
             returns_versions: sampling.return_weight_versions.unwrap_or(false),
+            routed_experts: RoutedExperts::new(&context.model, sampling.routed_experts_prompt_start)
+                .filter(|_| !is_stream),
             reports_times: context.reports_times,
             cache_block: context.reports_prompt_details.then_some(u64::from(info.block_size)),
             writes_ids: sampling.return_tokens_as_token_ids.unwrap_or(context.writes_token_ids),
@@ -172,6 +177,37 @@ impl Report {
     pub(in crate::server::http) fn top_logprobs(&self, with_prompt: bool) -> u32 {
         let sampled = self.logprobs.filter(|_| !self.names_tokens);
         sampled.max(self.prompt_logprobs).unwrap_or(0).max(u32::from(with_prompt))
+    }
+
+    /// Takes the experts of a prompt's tokens, which `kept` counts.
+    ///
+    /// # Errors
+    /// `ResourceExhausted` if there is no room.
+    pub(in crate::server::http) fn keep_prompt_routing(
+        &mut self,
+        prompt: usize,
+        routing: Vec<u8>,
+        kept: &mut FinishedSamples,
+    ) -> Result<()> {
+        if let Some(experts) = &mut self.routed_experts {
+            kept.hold(routing.len())?;
+            experts.keep_prompt(prompt, routing);
+        }
+        Ok(())
+    }
+
+    /// The experts of a sample and of its prompt, if they are reported, and the bytes that `kept` holds for them.
+    ///
+    /// # Errors
+    /// `ResourceExhausted` if there is no room.
+    pub(in crate::server::http) fn routed_experts(
+        &self,
+        completion: &Completion,
+        kept: &mut FinishedSamples,
+    ) -> Result<(Option<String>, u64)> {
+        let Some(experts) = &self.routed_experts else { return Ok((None, 0)) };
+        let held = kept.hold(experts.written_bytes(completion))?;
+        Ok((Some(experts.written(completion)), held))
     }
 
     /// Memory for turning the log-probabilities of `tokens` tokens into text.

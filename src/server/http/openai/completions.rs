@@ -158,7 +158,8 @@ struct Choice<'a> {
     #[schema(value_type = Option<Vec<TokenId>>)]
     prompt_token_ids: Option<Option<&'a [TokenId]>>,
     #[serde(skip_serializing_if = "Option::is_none")]
-    routed_experts: Option<Null>,
+    #[schema(value_type = Option<String>)]
+    routed_experts: Option<Option<String>>,
     #[serde(skip_serializing_if = "Option::is_none")]
     weight_versions: Option<Vec<VersionSpan>>,
 }
@@ -303,6 +304,10 @@ impl CompletionWriter {
 }
 
 impl Samples for CompletionWriter {
+    fn prompt_routing(&mut self, prompt: usize, routing: Vec<u8>) -> Result<()> {
+        self.options.report.keep_prompt_routing(prompt, routing, &mut self.kept)
+    }
+
     fn prompt_logprobs(&mut self, prompt: usize, logprobs: Vec<TokenLogprobs>) -> Result<()> {
         // vLLM reports them for an echo too, though they were not requested.
         let report = &self.options.report;
@@ -336,6 +341,7 @@ impl Samples for CompletionWriter {
         let prompt = completion.prompt_index as usize;
         let held = self.hold_logprobs(prompt, completion.tokens.len(), true)?;
         let report = &self.options.report;
+        let (routed_experts, of_experts) = report.routed_experts(&completion, &mut self.kept)?;
         let ended = self.ended(&completion);
         let (mut tokens, mut text) = (&[][..], self.echo(prompt));
         if !self.options.drops_tokens {
@@ -349,10 +355,10 @@ impl Samples for CompletionWriter {
             token_ids: self.ids(tokens),
             prompt_logprobs: Some(self.facts[prompt].reported.as_ref()),
             prompt_token_ids: Some(report.returns_ids.then_some(&self.prompts[prompt].tokens[..])),
-            routed_experts: Some(Null::default()),
+            routed_experts: Some(routed_experts),
             ..ended
         };
-        self.kept.push(choice.index, &choice, held)
+        self.kept.push(choice.index, &choice, held + of_experts)
     }
 
     fn end_stream(&mut self, summary: &Summary, out: &mut Outbox) {

@@ -8,6 +8,7 @@ pub(super) mod load;
 pub(super) mod logprobs;
 mod prompt;
 pub(super) mod responses;
+pub(super) mod routed_experts;
 pub(super) mod sampling;
 mod structured;
 pub(super) mod tokens;

@@ -82,6 +82,8 @@ members! {
         pub(super) return_tokens_as_token_ids: bool,
         /// Report which versions of the policy made the tokens (default: false).
         pub(super) return_weight_versions: bool,
+        /// Leave out the experts of this many first tokens of the prompt (default: 0).
+        pub(super) routed_experts_prompt_start: usize,
         /// Distribution of the reported log-probabilities (default: processed; raw at temperature 0).
         pub(super) logprobs_mode: LogprobsMode,
         /// Whether to send tokens as they are made, as server-sent events (default: false).
@@ -317,6 +319,7 @@ impl Sampling {
             if_weight_version: self.if_weight_version,
             min_weight_version: self.min_weight_version,
             time_limit_seconds: self.time_limit_seconds,
+            return_routing: self.stream != Some(true) && model.routing.as_ref().is_some_and(|routing| routing.is_kept),
         })
     }
 }

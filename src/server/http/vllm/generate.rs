@@ -230,7 +230,8 @@ struct Sample {
     /// The stop string or stop token that ended the sample.
     stop_reason: Option<StopReason>,
     token_ids: Vec<TokenId>,
-    routed_experts: Null,
+    /// As in chats.
+    routed_experts: Option<String>,
     sampling_mask: Null,
     /// Which version of the policy made which tokens; null before the sample's end.
     weight_versions: Option<Vec<NumberedSpan>>,
@@ -389,6 +390,10 @@ impl InferenceWriter {
 }
 
 impl Samples for InferenceWriter {
+    fn prompt_routing(&mut self, prompt: usize, routing: Vec<u8>) -> Result<()> {
+        self.report.keep_prompt_routing(prompt, routing, &mut self.kept)
+    }
+
     fn prompt_logprobs(&mut self, _: usize, mut logprobs: Vec<TokenLogprobs>) -> Result<()> {
         let report = &self.report;
         let rows = self.prompt.take_rows(&mut logprobs);
@@ -423,9 +428,11 @@ impl Samples for InferenceWriter {
     fn keep_sample(&mut self, completion: Completion) -> Result<()> {
         let each = self.report.logprobs.map_or(0, |top| LOGPROB + ALTERNATIVE * top as usize) + size_of::<TokenId>();
         let held = self.kept.hold(completion.tokens.len() * each)?;
+        let (routed_experts, of_experts) = self.report.routed_experts(&completion, &mut self.kept)?;
         let token_ids = completion.tokens.iter().map(|token| token.token).collect();
-        let choice = Sample { token_ids, logprobs: self.logprobs(&completion.tokens), ..self.ended(&completion) };
-        self.kept.push(choice.index, &choice, held)
+        let logprobs = self.logprobs(&completion.tokens);
+        let choice = Sample { token_ids, logprobs, routed_experts, ..self.ended(&completion) };
+        self.kept.push(choice.index, &choice, held + of_experts)
     }
 
     fn end_stream(&mut self, summary: &Summary, out: &mut Outbox) {

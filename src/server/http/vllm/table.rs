@@ -4,6 +4,7 @@ use base64::Engine as _;
 use base64::engine::general_purpose::STANDARD;
 
 use crate::error::{Error, Result};
+use crate::server::http::npy::npy_header;
 use crate::server::pb;
 use crate::types::TokenId;
 
@@ -79,7 +80,7 @@ impl LogprobTable {
     /// The table as a file of numpy's in base64, with the log-probabilities of each row's tokens.
     pub(super) fn written(&self, logprobs: &[Vec<(TokenId, f32)>]) -> String {
         let (rows, width) = (self.0.len(), self.width());
-        let mut file = npy_header(rows, width);
+        let mut file = npy_header("<f4", &[rows, width]);
         file.reserve_exact(rows * width * size_of::<f32>());
         for (row, logprobs) in self.0.iter().zip(logprobs) {
             let mut logprobs = logprobs.iter();
@@ -91,20 +92,6 @@ impl LogprobTable {
         }
         STANDARD.encode(file)
     }
-}
-
-/// The head of a file of numpy's, version 1.0: float32 of the shape `[rows, columns]`.
-fn npy_header(rows: usize, columns: usize) -> Vec<u8> {
-    /// The head with its own length, which is a multiple of this.
-    const ALIGNMENT: usize = 64;
-    const MAGIC: &[u8] = b"\x93NUMPY\x01\x00";
-    let shape = format!("{{'descr': '<f4', 'fortran_order': False, 'shape': ({rows}, {columns}), }}");
-    let length = (MAGIC.len() + size_of::<u16>() + shape.len() + 1).next_multiple_of(ALIGNMENT);
-    let text = length - MAGIC.len() - size_of::<u16>();
-    let mut header = MAGIC.to_vec();
-    header.extend(u16::try_from(text).unwrap_or(u16::MAX).to_le_bytes());
-    header.extend(format!("{shape:<width$}\n", width = text - 1).into_bytes());
-    header
 }
 
 #[cfg(test)]

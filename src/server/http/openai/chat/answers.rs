@@ -39,7 +39,9 @@ pub(super) struct ChatChoice<'a> {
     /// The stop string or stop token that ended the sample.
     pub(super) stop_reason: Option<StopReason>,
     pub(super) token_ids: Option<Vec<TokenId>>,
-    pub(super) routed_experts: Null,
+    /// The experts that the tokens of the prompt and the sample took but for the last, as a file of numpy's (`.npy`)
+    /// in base64: `[tokens, layers, experts]`. Null unless the server has `--return-routing`.
+    pub(super) routed_experts: Option<String>,
     #[serde(skip_serializing_if = "Option::is_none")]
     pub(super) weight_versions: Option<Vec<VersionSpan>>,
 }

@@ -157,6 +157,10 @@ impl ChatWriter {
 }
 
 impl Samples for ChatWriter {
+    fn prompt_routing(&mut self, prompt: usize, routing: Vec<u8>) -> Result<()> {
+        self.options.report.keep_prompt_routing(prompt, routing, &mut self.kept)
+    }
+
     fn prompt_logprobs(&mut self, _: usize, logprobs: Vec<TokenLogprobs>) -> Result<()> {
         let report = &self.options.report;
         self.prompt_logprobs = report.of_prompt(report.prompt_logprobs, &self.prompt, &logprobs, &mut self.kept)?;
@@ -183,6 +187,7 @@ impl Samples for ChatWriter {
         let report = &self.options.report;
         let copies = COPIES * (completion.text.as_ref().map_or(0, String::len) + self.options.echo.len());
         let held = self.kept.hold(copies + report.logprobs_bytes(completion.tokens.len()))?;
+        let (routed_experts, of_experts) = report.routed_experts(&completion, &mut self.kept)?;
         let stop_reason = report.stop_reason(&completion);
         let mut text = completion.text.clone().unwrap_or_default();
         text.push_str(&report.ending(&completion));
@@ -195,11 +200,11 @@ impl Samples for ChatWriter {
             finish_reason: self.ended(&completion, !message.tool_calls.is_empty()),
             stop_reason,
             token_ids: report.returns_ids.then(|| tokens.iter().map(|token| token.token).collect()),
+            routed_experts,
             weight_versions: report.versions(&completion),
             message,
-            ..ChatChoice::default()
         };
-        self.kept.push(choice.index, &choice, held)
+        self.kept.push(choice.index, &choice, held + of_experts)
     }
 
     fn end_stream(&mut self, summary: &Summary, out: &mut Outbox) {
