@@ -70,7 +70,7 @@ def test_every_option_is_described_and_stated_once():
         (lambda c: c.generate(["a"], options={"adapter": "a"}), "generate() … 'options'"),
         (lambda c: c.generate(["a"], return_text=False, stream_tokens=True), "generate() … 'stream_tokens'"),
         (lambda c: c.generate_stream(["a"], time=1), "generate_stream() … 'time'. Did you mean 'timeout'?"),
-        (lambda c: c.score([[1]], return_text=False), "score() … 'return_text'"),
+        (lambda c: c.score([[1]], request_id="a"), "score() … 'request_id'"),
         (lambda c: c.push_lora(None, in_place=True), "push_lora() … 'in_place'"),
         (lambda c: c.push_full({}, buffers=None), "push_full() … 'buffers'. Did you mean 'buffer'?"),
         (lambda c: c.push_delta({}, {}, base_version=1, in_place=True), "push_delta() … 'in_place'"),

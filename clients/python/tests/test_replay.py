@@ -312,7 +312,7 @@ def test_receipts_of_version_1_are_replayed(serving, path):
     contents = [json.loads(line) for line in path.read_text().splitlines()]
     assert {content["format"] for content in contents} == {"rollout-receipt/2"}
     for content in contents:
-        assert content.pop("images") == []
+        assert content.pop("images") == [] and content.pop("routing") is None
         content["format"] = "rollout-receipt/1"
     path.write_text("".join(f"{signed(content)}\n" for content in contents))
     assert replay(serving, read_receipts(path)).same
@@ -365,6 +365,7 @@ def test_a_receipt_is_read_as_it_was_written(rng):
         spans=[SpanReceipt(3, 0, count, None)],
         sampling=sampling,
         images=[PromptImage("0f" * 32, 84, 56, 1, 6, 1)],
+        routing="0f" * 32,
         note={"步": [1, None, {"2": 0.1}]},
     )
     line = written.to_json()
@@ -373,7 +374,7 @@ def test_a_receipt_is_read_as_it_was_written(rng):
     assert read.logprobs.tobytes() == written.logprobs.tobytes()
     assert read.raw_logprobs.tobytes() == np.ascontiguousarray(written.raw_logprobs).tobytes()
     assert read.note == written.note and read.spans == written.spans and read.to_json() == line
-    assert read.images == written.images
+    assert read.images == written.images and read.routing == written.routing
     assert read.sampling.logit_bias == {3: float(np.float32(0.3))} and read.sampling.seed == (1 << 64) - 1
     assert read.sampling.temperature == float(np.float32(0.1))
     json.loads(line, parse_constant=pytest.fail)

@@ -40,6 +40,7 @@ class Encoder:
     """Prompts are token ids already, answers are (id, sample)."""
 
     stop_token_ids = ()
+    num_hidden_layers = 3
 
     def encode(self, request):
         return SimpleNamespace(
@@ -52,8 +53,8 @@ class Encoder:
     def stops(self, words):
         return list(words), list(self.stop_token_ids)
 
-    def output(self, request, prompt_token_ids, sample):
-        return request.request_id, sample
+    def output(self, request, prompt_token_ids, sample, routed_experts):
+        return (request.request_id, sample) if routed_experts is None else (request.request_id, routed_experts)
 
 
 def connected(*processes, takes_adapters=True, **options):
@@ -327,6 +328,30 @@ def test_samples_that_somebody_ends_are_an_error(fake):
     fake.answers["Generate"] = lambda request, context: [completion(finish_reason=5), summary()]
     with pytest.raises(Aborted, match="ended by another client"):
         connected(fake).infer(requests([(1, 2, 3)]), CONFIG)
+
+
+def test_a_trainer_that_replays_experts_gets_those_of_prompt_and_sample(fake):
+    """In all layers, also those without experts."""
+    routing = {"layers": [0, 2], "top_k": 1, "experts": 8, "returned": True}
+    fake.answers["GetStatus"] = lambda request, context: _proto.GET_STATUS.response(lifecycle=1)
+    fake.answers["GetInfo"] = lambda request, context: _proto.GET_INFO.response(max_model_len=64, routing=routing)
+    rows = {"layers": 2, "top_k": 1}
+    of_prompt = rows | {"experts": bytes([1, 2, 3, 4, 5, 6])}
+    of_sample = rows | {"experts": bytes([7, 0]), "first_token": 3}
+
+    def generate(request, context):
+        if request.return_routing:
+            yield _proto.GENERATE.response(prompt_routing={"routing": of_prompt})
+        yield completion(token_ids=[8, 9], **({"routing": of_sample} if request.return_routing else {}))
+        yield summary()
+
+    fake.answers["Generate"] = generate
+    client = connected(fake)
+    ((_, sample),) = client.infer(requests([(1, 2, 3)]), CONFIG)
+    assert sample.token_ids == [8, 9] and sample.routing is None
+    client.return_routing = True
+    ((_, experts),) = client.infer(requests([(1, 2, 3)]), CONFIG)
+    assert experts[:, :, 0].tolist() == [[1, 0, 2], [3, 0, 4], [5, 0, 6], [7, 0, 0]]
 
 
 @pytest.mark.parametrize("level", [1, 2])

@@ -38,6 +38,7 @@ from .options import (
     ScoreOptions,
 )
 from .process import ServerProcess
+from .routing import Routing, RoutingInfo, join_routing
 from .status import MemoryLedger, OpenUpdate, ServerStatus
 from .types import (
     AbortResult,
@@ -54,6 +55,7 @@ from .types import (
     PromptInput,
     PromptLogprobs,
     PromptOutput,
+    PromptRouting,
     PromptTokens,
     RunningPolicy,
     Sample,
@@ -114,6 +116,7 @@ __all__ = [
     "PromptInput",
     "PromptLogprobs",
     "PromptOutput",
+    "PromptRouting",
     "PromptTokens",
     "Push",
     "PushDeltaOptions",
@@ -124,6 +127,8 @@ __all__ = [
     "ResourceExhausted",
     "RolloutClient",
     "RolloutError",
+    "Routing",
+    "RoutingInfo",
     "RunningPolicy",
     "Sample",
     "SamplingInput",
@@ -151,6 +156,7 @@ __all__ = [
     "WakeResult",
     "checksum_of",
     "clean_stale_segments",
+    "join_routing",
     "make_delta",
     "processed_pixels",
 ]

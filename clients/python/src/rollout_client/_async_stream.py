@@ -26,6 +26,7 @@ class AsyncGenerateStream(AsyncIterator[StreamEvent]):
         self._cancelled = False
         self._call = connection.stream(_proto.GENERATE, request, deadline)
         self._messages = self._call.__aiter__()
+        self._events = _convert.Events()
 
     async def __anext__(self) -> StreamEvent:
         """Waits for the next event.
@@ -37,7 +38,7 @@ class AsyncGenerateStream(AsyncIterator[StreamEvent]):
             try:
                 event = None
                 while event is None:
-                    event = _convert.stream_event(await self._messages.__anext__())
+                    event = self._events.event(await self._messages.__anext__())
                 return event
             except (StopAsyncIteration, grpc.RpcError):
                 raise

@@ -6,17 +6,20 @@ import itertools
 import json
 import math
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from . import _proto
 from ._convert_images import image_info, prompt_image, set_images
+from ._convert_routing import routing, routing_info, routing_of_parts, set_routing
+from ._convert_sampling import sampling_message, set_sampling_of_prompts
 from ._convert_weights import LIFECYCLES, asleep, open_update
 from ._fields import extend, known, set_field, set_rows
 from .errors import Internal, InvalidArgument
 from .options import GenerateStreamOptions, RequestOptions, ScoreOptions, refuse_unknown
+from .routing import Routing
 from .status import MemoryLedger, ServerStatus
 from .types import (
     AbortResult,
@@ -25,6 +28,7 @@ from .types import (
     PromptInput,
     PromptLogprobs,
     PromptOutput,
+    PromptRouting,
     PromptTokens,
     Sample,
     SamplingInput,
@@ -32,7 +36,6 @@ from .types import (
     Score,
     ServerInfo,
     StreamEvent,
-    StructuredOutputs,
     Summary,
     TokenDelta,
     TokenIds,
@@ -49,7 +52,6 @@ _FINISH_REASONS = {
     6: FinishReason.GRAMMAR,
 }
 _DISTRIBUTIONS = {"raw": 1, "processed": 2}
-_STRUCTURED = ("regex", "json", "choice", "grammar", "json_object")
 
 
 # Requests
@@ -80,9 +82,9 @@ def generate_request(
         stream_tokens=options.get("stream_tokens", False),
     )
     if _is_sequence(sampling):
-        _set_sampling_of_prompts(request, sampling)
+        set_sampling_of_prompts(request, sampling)
     else:
-        request.sampling.CopyFrom(_sampling(SamplingParams() if sampling is None else sampling, "sampling"))
+        request.sampling.CopyFrom(sampling_message(SamplingParams() if sampling is None else sampling, "sampling"))
     set_field(request, "n", n, "n")
     if time_limit is not None:
         request.time_limit_seconds = time_limit
@@ -94,6 +96,9 @@ def generate_request(
     fields = [prompt.logprob_token_ids for prompt in request.prompts]
     set_rows(fields, options.get("prompt_logprob_token_ids", ()), "prompt_logprob_token_ids")
     set_images([prompt.images for prompt in request.prompts], options.get("images", ()))
+    routed = options.get("routing", ())
+    if len(routed):
+        set_routing([prompt.routing for prompt in request.prompts], routed)
     _set_request_options(request, options)
     return request
 
@@ -108,13 +113,16 @@ def score_request(sequences: Sequence[TokenIds], options: ScoreOptions) -> Any:
         extend(request.sequences.add().ids, sequence, f"sequences[{i}]")
     sampling = options.get("sampling")
     if sampling is not None:
-        request.sampling.CopyFrom(_sampling(sampling, "sampling", scoring=True))
+        request.sampling.CopyFrom(sampling_message(sampling, "sampling", scoring=True))
     rows = options.get("prompt_logprob_token_ids", ())
     if len(rows):
         set_rows([request.logprob_token_ids.add().rows for _ in request.sequences], rows, "prompt_logprob_token_ids")
     images = options.get("images", ())
     if len(images):
         set_images([request.images.add().images for _ in request.sequences], images)
+    routed = options.get("routing", ())
+    if len(routed):
+        set_routing([request.routing.add() for _ in request.sequences], routed)
     _set_request_options(request, options)
     return request
 
@@ -135,6 +143,7 @@ def new_request_id() -> str:
 def _set_request_options(request: Any, options: RequestOptions) -> None:
     set_field(request, "adapter", options.get("adapter") or "", "adapter")
     set_field(request, "top_logprobs", options.get("top_logprobs", 0), "top_logprobs")
+    set_field(request, "return_routing", options.get("return_routing", False), "return_routing")
     for name in ("if_weight_version", "min_weight_version"):
         version = options.get(name)
         if version is not None:
@@ -219,91 +228,6 @@ def _json(value: Any, path: str) -> str:
         raise InvalidArgument(f"{path}: {error}") from None
 
 
-_DISTRIBUTION_FIELDS = ("temperature", "top_k", "top_p", "min_p")
-_GENERATION_FIELDS = (
-    "repetition_penalty",
-    "presence_penalty",
-    "frequency_penalty",
-    "min_tokens",
-    "max_tokens",
-    "ignore_eos",
-    "skip_special_tokens",
-)
-
-
-def _set_structured(message: Any, given: StructuredOutputs, path: str) -> None:
-    if not isinstance(given, Mapping) or len(given) != 1:
-        raise InvalidArgument(f"{path}: expected a dict of one of {', '.join(_STRUCTURED)}, got {given!r}")
-    ((kind, value),) = given.items()
-    if kind not in _STRUCTURED:
-        raise InvalidArgument(f"{path}: {kind!r} is none of {', '.join(_STRUCTURED)}")
-    if kind == "choice":
-        if isinstance(value, str):
-            raise InvalidArgument(f"{path}.choice: expected a list of strings, got a single string; put it in a list")
-        message.choice.SetInParent()
-        extend(message.choice.choices, value, f"{path}.choice")
-        return
-    if kind == "json" and not isinstance(value, str):
-        try:
-            value = json.dumps(value)
-        except (TypeError, ValueError) as error:
-            raise InvalidArgument(f"{path}.json: {error}") from None
-    set_field(message, "json_schema" if kind == "json" else kind, value, f"{path}.{kind}")
-
-
-def _set_sampling_of_prompts(request: Any, sampling: Sequence[SamplingParams]) -> None:
-    if len(sampling) != len(request.prompts):
-        raise InvalidArgument(
-            f"sampling: {len(sampling)} for {len(request.prompts)} prompts; give one SamplingParams for all, or a list "
-            "with one for each prompt"
-        )
-    for i, (prompt, params) in enumerate(zip(request.prompts, sampling, strict=True)):
-        prompt.sampling.CopyFrom(_sampling(params, f"sampling[{i}]"))
-
-
-def _sampling(params: SamplingParams, path: str, scoring: bool = False) -> Any:
-    """Sends every field, so that the server uses the dataclass's defaults and not its own.
-
-    For scoring the server rejects some of the fields, so those are sent only if the caller has changed them.
-    """
-    if not isinstance(params, SamplingParams):
-        raise InvalidArgument(f"{path}: expected SamplingParams, got {type(params).__name__}")
-    message = _proto.SamplingParamsMessage()
-    for name in _DISTRIBUTION_FIELDS + _GENERATION_FIELDS:
-        value = getattr(params, name)
-        if scoring and name in _GENERATION_FIELDS and value == getattr(SamplingParams, name):
-            continue
-        set_field(message, name, value, f"{path}.{name}")
-    for name in ("seed", "thinking_token_budget"):
-        if (value := getattr(params, name)) is not None:
-            set_field(message, name, value, f"{path}.{name}")
-    if params.structured_outputs is not None:
-        _set_structured(message.structured_outputs, params.structured_outputs, f"{path}.structured_outputs")
-    if params.allowed_token_ids is not None:
-        extend(message.allowed_token_ids, params.allowed_token_ids, f"{path}.allowed_token_ids")
-        # In the message an empty list means that all tokens are allowed, the opposite of an empty list here.
-        if not message.allowed_token_ids:
-            raise InvalidArgument(f"{path}.allowed_token_ids: empty; name at least one token, or pass None for all")
-    extend(message.stop_token_ids, params.stop_token_ids, f"{path}.stop_token_ids")
-    for name in ("stop", "bad_words"):
-        if isinstance(texts := getattr(params, name), str):
-            raise InvalidArgument(f"{path}.{name}: expected a list of strings, got a single string; put it in a list")
-        extend(getattr(message, name), texts, f"{path}.{name}")
-    _set_bias(message.logit_bias, params.logit_bias, f"{path}.logit_bias")
-    return message
-
-
-def _set_bias(message: Any, logit_bias: Mapping[int, float], path: str) -> None:
-    if not isinstance(logit_bias, Mapping):
-        given = type(logit_bias).__name__
-        raise InvalidArgument(f"{path}: expected a dict of token ids and numbers, got {given}")
-    for token, bias in logit_bias.items():
-        try:
-            message[token] = bias
-        except (TypeError, ValueError) as error:
-            raise InvalidArgument(f"{path}[{token!r}]: {error}") from None
-
-
 def _is_sequence(value: object) -> bool:
     return isinstance(value, Sequence) or (isinstance(value, np.ndarray) and value.ndim > 0)
 
@@ -315,28 +239,21 @@ def _is_int(value: object) -> bool:
 # Responses
 
 
-def stream_event(response: Any) -> StreamEvent | None:
-    """The event of one `GenerateResponse`; None for an event of a newer server that this client does not know."""
-    kind = response.WhichOneof("event")
-    if kind == "completion":
-        return _sample(response.completion)
-    if kind == "delta":
-        return _token_delta(response.delta)
-    if kind == "prompt":
-        prompt = response.prompt
-        return PromptTokens(prompt.prompt_index, list(prompt.token_ids), [prompt_image(i) for i in prompt.images])
-    if kind == "prompt_logprobs":
-        return _prompt_logprobs(response.prompt_logprobs)
-    if kind == "summary":
-        summary = response.summary
-        return Summary(
-            request_id=summary.request_id,
-            prompt_tokens=summary.prompt_tokens,
-            cached_tokens=summary.cached_tokens,
-            completion_tokens=summary.completion_tokens,
-            seconds=summary.seconds,
-        )
-    return None
+class Events:
+    """Converts the responses of one generate stream, in order."""
+
+    def __init__(self) -> None:
+        self._prompt_lengths: dict[int, int] = {}
+
+    def event(self, response: Any) -> StreamEvent | None:
+        """The event of one `GenerateResponse`; None for an event of a newer server that this client does not know."""
+        kind = response.WhichOneof("event")
+        if kind == "prompt":
+            self._prompt_lengths[response.prompt.prompt_index] = len(response.prompt.token_ids)
+        if kind == "prompt_routing":
+            index, message = response.prompt_routing.prompt_index, response.prompt_routing.routing
+            return PromptRouting(index, routing(message, self._prompt_lengths.get(index, 0)))
+        return _EVENTS[kind](getattr(response, kind)) if kind in _EVENTS else None
 
 
 class Collector:
@@ -348,6 +265,7 @@ class Collector:
         self._samples: dict[tuple[int, int], Sample] = {}
         self._prompts: dict[int, PromptTokens] = {}
         self._prompt_logprobs: dict[int, PromptLogprobs] = {}
+        self._prompt_routing: dict[int, Routing] = {}
 
     def add(self, event: StreamEvent) -> None:
         """Takes one event; token deltas and the summary do not change the result."""
@@ -357,6 +275,8 @@ class Collector:
             self._prompts[event.prompt_index] = event
         elif isinstance(event, PromptLogprobs):
             self._prompt_logprobs[event.prompt_index] = event
+        elif isinstance(event, PromptRouting):
+            self._prompt_routing[event.prompt_index] = event.routing
 
     def outputs(self) -> list[PromptOutput]:
         """The groups, by prompt; raises `Internal` if a sample or a prompt's tokens are missing."""
@@ -379,6 +299,7 @@ class Collector:
                 samples=[self._samples[p, s] for s in range(self._n)],
                 prompt_logprobs=self._prompt_logprobs.get(p),
                 images=self._prompts[p].images,
+                routing=self._prompt_routing.get(p),
             )
             for p in range(self._num_prompts)
         ]
@@ -402,7 +323,15 @@ def _score(parts: list[Any]) -> Score:
         top_logprobs=_top_logprobs(top for score in scores for top in score.top_logprobs),
         weight_version=scores[0].weight_version,
         token_id_logprobs=_top_logprobs(named for score in scores for named in score.token_id_logprobs),
+        routing=_score_routing(scores),
     )
+
+
+def _score_routing(scores: list[Any]) -> Routing | None:
+    if not scores[0].HasField("routing"):
+        return None
+    tokens = sum(len(score.raw_logprobs) for score in scores)
+    return routing_of_parts([score.routing for score in scores], max(tokens - 1, 1))
 
 
 def abort_result(response: Any) -> AbortResult:
@@ -415,7 +344,8 @@ def server_info(response: Any) -> ServerInfo:
     values = {name: getattr(response, name) for name in ServerInfo.__dataclass_fields__}
     lists = {name: list(values[name]) for name in ("eos_token_ids", "device_uuids")}
     images = image_info(response.images) if response.HasField("images") else None
-    return ServerInfo(**{**values, **lists, "images": images})
+    experts = routing_info(response.routing) if response.HasField("routing") else None
+    return ServerInfo(**{**values, **lists, "images": images, "routing": experts})
 
 
 def server_status(response: Any) -> ServerStatus:
@@ -453,7 +383,28 @@ def _sample(completion: Any) -> Sample:
         cached_tokens=completion.cached_tokens,
         top_logprobs=_top_logprobs(completion.top_logprobs),
         ranks=list(completion.ranks),
+        routing=_sample_routing(completion),
     )
+
+
+def _sample_routing(completion: Any) -> Routing | None:
+    if not completion.HasField("routing"):
+        return None
+    return routing(completion.routing, max(len(completion.token_ids) - 1, 0))
+
+
+def _summary(summary: Any) -> Summary:
+    return Summary(
+        request_id=summary.request_id,
+        prompt_tokens=summary.prompt_tokens,
+        cached_tokens=summary.cached_tokens,
+        completion_tokens=summary.completion_tokens,
+        seconds=summary.seconds,
+    )
+
+
+def _prompt_tokens(prompt: Any) -> PromptTokens:
+    return PromptTokens(prompt.prompt_index, list(prompt.token_ids), [prompt_image(i) for i in prompt.images])
 
 
 def _token_delta(delta: Any) -> TokenDelta:
@@ -481,6 +432,15 @@ def _prompt_logprobs(message: Any) -> PromptLogprobs:
         ranks=list(message.ranks),
         token_id_logprobs=_top_logprobs(message.token_id_logprobs),
     )
+
+
+_EVENTS: Mapping[str, Callable[[Any], StreamEvent]] = {
+    "completion": _sample,
+    "delta": _token_delta,
+    "prompt": _prompt_tokens,
+    "prompt_logprobs": _prompt_logprobs,
+    "summary": _summary,
+}
 
 
 def _top_logprobs(positions: Any) -> list[TopLogprobs]:

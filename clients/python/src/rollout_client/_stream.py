@@ -25,6 +25,7 @@ class GenerateStream(Iterator[StreamEvent]):
         self._cancelled = False
         self._call = connection.stream(_proto.GENERATE, request, deadline)
         self._messages = self._call.__iter__()
+        self._events = _convert.Events()
 
     def __next__(self) -> StreamEvent:
         """Waits for the next event.
@@ -36,7 +37,7 @@ class GenerateStream(Iterator[StreamEvent]):
             try:
                 event = None
                 while event is None:
-                    event = _convert.stream_event(self._messages.__next__())
+                    event = self._events.event(self._messages.__next__())
                 return event
             except (StopIteration, grpc.RpcError):
                 raise

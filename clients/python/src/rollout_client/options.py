@@ -14,6 +14,7 @@ from ._progress import ProgressArgument, SampleProgressArgument
 from ._segment import SharedBuffer
 from .errors import InvalidArgument
 from .images import ImageInput
+from .routing import Routing
 from .types import RunningPolicy, SamplingParams, TokenIds
 
 
@@ -39,6 +40,12 @@ class RequestOptions(CallOptions, total=False):
     images: Sequence[Sequence[ImageInput] | None]
     """For each prompt (of `score`: each sequence) its images, in the order of their placeholders; None for a prompt
     without. `rollout_client.processed_pixels` makes them as a trainer's processor does; default ()."""
+    return_routing: bool
+    """Also return the experts that tokens took: the `routing` of outputs, samples and scores. The server must have been
+    started with `--return-routing`; default False."""
+    routing: Sequence[Routing | None]
+    """For each prompt (of `score`: each sequence) the experts that some of its tokens take, in place of those that the
+    routers would choose; None leaves all to the routers; default ()."""
     adapter: str | None
     """Name of a resident adapter to use; None, the default, uses the policy itself."""
     if_weight_version: int | None

@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from .images import ImageInfo, PromptImage
+from .routing import Routing, RoutingInfo
 
 ChatMessage = Mapping[str, Any]
 """A chat message as templates take it: `role`, `content` (text, None or a list of parts of text and images), and other
@@ -175,6 +176,8 @@ class Sample:
     """`[T]` if `top_logprobs` was requested, else empty. Raw, or processed with `top_logprobs_of="processed"`."""
     ranks: list[int]
     """`[T]` if `top_logprobs` was requested, else empty: 1 + the number of more likely tokens in its distribution."""
+    routing: Routing | None = None
+    """`[T - 1]` tokens from token `P` on: the last one was not run. None unless `return_routing` was requested."""
 
 
 @dataclass(frozen=True)
@@ -205,6 +208,15 @@ class PromptLogprobs:
 
 
 @dataclass(frozen=True)
+class PromptRouting:
+    """The experts of a prompt's tokens."""
+
+    prompt_index: int
+    routing: Routing
+    """`[P]` tokens."""
+
+
+@dataclass(frozen=True)
 class PromptOutput:
     """All samples of one prompt."""
 
@@ -216,6 +228,8 @@ class PromptOutput:
     prompt_logprobs: PromptLogprobs | None
     """None unless `prompt_logprobs` or `prompt_logprob_token_ids` was requested."""
     images: list[PromptImage] = field(default_factory=list)
+    routing: Routing | None = None
+    """`[P]` tokens; `join_routing` joins it with that of a sample. None unless `return_routing` was requested."""
 
 
 @dataclass(frozen=True)
@@ -246,7 +260,7 @@ class Summary:
     """From admission of the request to this event."""
 
 
-StreamEvent = PromptTokens | TokenDelta | PromptLogprobs | Sample | Summary
+StreamEvent = PromptTokens | TokenDelta | PromptRouting | PromptLogprobs | Sample | Summary
 """An event of a generate stream. Each prompt's `PromptTokens` come once, before its other events; then the requested
 events, and each `Sample` as it finishes; one `Summary` at the end."""
 
@@ -265,6 +279,9 @@ class Score:
     """The version of the policy that computed the score."""
     token_id_logprobs: list[TopLogprobs] = field(default_factory=list)
     """`[T]`, the tokens of each row of `prompt_logprob_token_ids`; empty for a sequence without rows."""
+    routing: Routing | None = None
+    """`[T - 1]` tokens, as the last one was not run, unless it is the only one. None unless `return_routing` was
+    requested."""
 
 
 @dataclass(frozen=True)
@@ -308,6 +325,8 @@ class ServerInfo:
     batch_invariant: bool
     """Whether results have the same bits in every batch: false with `--attention flash` and `--all-reduce nccl`."""
     images: ImageInfo | None = None
+    routing: RoutingInfo | None = None
+    """None for a dense model."""
 
 
 class Lifecycle(str, Enum):

@@ -55,7 +55,7 @@ MAX_ATTEMPTS = 4
 _ABORT_AGAIN_SECONDS = 0.05
 
 # The options that have a list for each prompt or sequence of the call.
-_OF_EACH = ("prompt_logprob_token_ids", "images")
+_OF_EACH = ("prompt_logprob_token_ids", "images", "routing")
 
 # The path in an error of a server, which has only one prompt or sequence of the call.
 _FIRST = re.compile(r"^(prompts|sequences|images|logprob_token_ids(?=\[0\]\.rows))\[0\]")

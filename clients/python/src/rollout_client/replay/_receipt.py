@@ -62,6 +62,9 @@ class Receipt:
     finish_reason: FinishReason
     images: list[PromptImage] = field(default_factory=list)
     """The prompt's images, in order: their digests, sizes and places in `prompt_token_ids`."""
+    routing: str | None = None
+    """Digest of the experts that the tokens took, `Routing.hash` of prompt and sample together; None unless
+    `return_routing` was requested."""
     note: Any = None
     """The recorder's note: any JSON value, such as a step or a reward."""
     line: int = field(default=0, compare=False)
@@ -84,6 +87,7 @@ class Receipt:
             "token_ids": self.token_ids,
             "logprobs": _floats_to_json(self.logprobs),
             "raw_logprobs": _floats_to_json(self.raw_logprobs),
+            "routing": self.routing,
             "note": self.note,
         }
         try:
@@ -162,6 +166,7 @@ def _receipt(content: dict[str, Any], number: int) -> Receipt:
         token_ids=[_of(int, token) for token in content["token_ids"]],
         logprobs=_floats_from_json(content["logprobs"]),
         raw_logprobs=_floats_from_json(content["raw_logprobs"]),
+        routing=content.get("routing"),
         note=content["note"],
         line=number,
     )

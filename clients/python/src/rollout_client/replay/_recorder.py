@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 from .. import _convert_weights, _proto
 from ..client import RolloutClient
-from ..errors import FailedPrecondition
+from ..errors import FailedPrecondition, InvalidArgument
 from ..images import ImageInput
+from ..routing import join_routing
 from ..types import PromptInput, PromptOutput, Sample, SamplingInput, SamplingParams
 from ._images import ImageDirectory, exact_images
 from ._receipt import Receipt, SpanReceipt
@@ -148,6 +149,7 @@ class Recorder:
                 token_ids=sample.token_ids,
                 logprobs=sample.logprobs,
                 raw_logprobs=sample.raw_logprobs,
+                routing=routing_hash(output, sample),
                 finish_reason=sample.finish_reason,
                 note=self.note if note is None else note,
             )
@@ -176,6 +178,11 @@ class Recorder:
         note: Any,
     ) -> list[PromptOutput]:
         """Calls `generate` with the options and adds the receipts."""
+        if options.get("routing"):
+            raise InvalidArgument(
+                "routing: receipts have no experts to give to a prompt, so its samples could not be replayed; leave it "
+                "out, or call the client without the recorder"
+            )
         if self._images is not None:  # reject files before anything is sampled
             options["images"] = exact_images(options.get("images", ()))
         self.look()
@@ -254,6 +261,13 @@ def _ends_in_a_line(file: TextIO) -> bool:
         size = written.seek(0, os.SEEK_END)
         written.seek(max(size - 1, 0))
         return written.read(1) not in (b"", b"\n")
+
+
+def routing_hash(output: PromptOutput, sample: Sample) -> str | None:
+    """The digest of the experts that the tokens of a prompt and its sample took; None if they were not returned."""
+    if output.routing is None or sample.routing is None:
+        return None
+    return join_routing(output.routing, sample.routing).hash
 
 
 def server_facts(client: RolloutClient) -> dict[str, Any]:

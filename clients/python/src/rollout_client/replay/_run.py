@@ -16,7 +16,7 @@ from ..errors import Aborted, InvalidArgument, NotFound, PermissionDenied
 from ..types import FinishReason, Sample
 from ._images import ImageDirectory
 from ._receipt import Receipt, SpanReceipt
-from ._recorder import server_facts, weights_digest
+from ._recorder import routing_hash, server_facts, weights_digest
 
 # Concurrent requests: enough to fill a batch, and few enough that their replies take little memory.
 _AT_ONCE = 64
@@ -77,6 +77,7 @@ class _Present:
 
     facts: dict[str, Any]
     is_batch_invariant: bool
+    returns_routing: bool
     weight_version: int
     weights: str | None
 
@@ -114,7 +115,9 @@ def replay(
         version, weights = weights_digest(client)
     except PermissionDenied:
         version, weights = before.weight_version, None
-    present = _Present(server_facts(client), client.info().batch_invariant, version, weights)
+    info = client.info()
+    returns_routing = info.routing is not None and info.routing.returned
+    present = _Present(server_facts(client), info.batch_invariant, returns_routing, version, weights)
     results = []
     for result in _in_order(lambda receipt: _replayed(client, receipt, kept, present), receipts):
         results.append(result)
@@ -150,14 +153,17 @@ def _replayed(client: RolloutClient, receipt: Receipt, kept: ImageDirectory | No
     if receipt.finish_reason is FinishReason.ABORTED and not receipt.token_ids:
         return Replayed(receipt, Verdict.SAME)
     try:
-        sample = _again(client, receipt, kept)
+        sample, routing = _again(client, receipt, kept, present.returns_routing)
     except (InvalidArgument, NotFound, Aborted) as error:
         reason = _ENDED if isinstance(error, Aborted) else _other_server(receipt, present)
         return Replayed(receipt, Verdict.REFUSED, difference=str(error), reason=reason)
     at = _first_difference(receipt, sample)
-    if at is None:
+    if at is None and None not in (receipt.routing, routing) and receipt.routing != routing:
+        at, difference = max(0, len(receipt.token_ids) - 1), "other experts before it or at it"
+    elif at is None:
         return Replayed(receipt, Verdict.SAME)
-    difference = _difference(receipt, sample, at)
+    else:
+        difference = _difference(receipt, sample, at)
     if not receipt.spans:
         return Replayed(receipt, Verdict.DIFFERS, at, None, difference, _other_server(receipt, present))
     first, span = receipt.spans[0], next((s for s in receipt.spans if at < s.end), receipt.spans[-1])
@@ -170,7 +176,10 @@ def _replayed(client: RolloutClient, receipt: Receipt, kept: ImageDirectory | No
     return Replayed(receipt, Verdict.DIFFERS, at, span.weight_version, difference, reason)
 
 
-def _again(client: RolloutClient, receipt: Receipt, kept: ImageDirectory | None) -> Sample:
+def _again(
+    client: RolloutClient, receipt: Receipt, kept: ImageDirectory | None, returns_routing: bool
+) -> tuple[Sample, str | None]:
+    """The sample, and the digest of its experts if the receipt has one and the server returns them."""
     sampling = receipt.sampling
     if receipt.finish_reason is FinishReason.ABORTED:
         # The sample was aborted. No token depends on where its sample must or may end later.
@@ -179,12 +188,18 @@ def _again(client: RolloutClient, receipt: Receipt, kept: ImageDirectory | None)
     # Without a directory no receipt has images: `_check_images`.
     images = [] if kept is None else [kept.read(image) for image in receipt.images]
     (output,) = client.generate(
-        [receipt.prompt_token_ids], 1, sampling, adapter=receipt.adapter, images=[images], return_text=False
+        [receipt.prompt_token_ids],
+        1,
+        sampling,
+        adapter=receipt.adapter,
+        images=[images],
+        return_text=False,
+        return_routing=returns_routing and receipt.routing is not None,
     )
     sample = output.samples[0]
     if sample.finish_reason is FinishReason.ABORTED:
         raise Aborted("it was ended before it was complete")
-    return sample
+    return sample, routing_hash(output, sample)
 
 
 def _first_difference(receipt: Receipt, sample: Sample) -> int | None:

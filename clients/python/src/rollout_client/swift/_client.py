@@ -23,7 +23,8 @@ from ..errors import (
     Unavailable,
 )
 from ..images import Pixels
-from ..types import FinishReason, Lifecycle, MemoryTag, Sample, SamplingParams
+from ..routing import join_routing
+from ..types import FinishReason, Lifecycle, MemoryTag, PromptOutput, Sample, SamplingParams
 from ._pushes import BaseCheck, FullPush, adapter_tensors, in_all, parameter_name, pushes_base, unflattened
 
 if TYPE_CHECKING:
@@ -32,8 +33,8 @@ if TYPE_CHECKING:
 _T = TypeVar("_T")
 _Prompt = tuple[tuple[int, ...], tuple[Pixels, ...]]
 """Token ids and images."""
-_Sampled = tuple[list[int], Sample]
-"""The prompt's token ids with all placeholders, and a sample."""
+_Sampled = tuple[PromptOutput, Sample]
+"""The output of the prompt, which has its token ids with all placeholders, and a sample of it."""
 
 _POLL_SECONDS = 0.5
 _CALL_SECONDS = 5.0
@@ -85,6 +86,9 @@ class RolloutVLLMClient:
         self._base: FullPush | BaseCheck | None = None
         self.takes_adapters = True
         """Whether adapters are pushed alone; otherwise ms-swift merges them and pushes the whole policy."""
+        self.return_routing = False
+        """Whether answers have `routed_experts`, for a trainer that replays them (R3). The servers must have been
+        started with `--return-routing`."""
         self.encoder: TemplateEncoder | None = None
         """Set by the trainer."""
         deadline = time.monotonic() + connection_timeout
@@ -95,7 +99,9 @@ class RolloutVLLMClient:
                 self._asleep |= lifecycle in (Lifecycle.ASLEEP, Lifecycle.WEIGHTS_MISSING)
                 if lifecycle is Lifecycle.PAUSED:
                     probe.resume()
-        self._max_model_len = min(client.info().max_model_len for client in self._clients)
+        infos = [client.info() for client in self._clients]
+        self._max_model_len = min(info.max_model_len for info in infos)
+        self._routing_info = infos[0].routing
 
     def init_communicator(self, device: object = 0) -> None:
         """Does nothing: pushes need no communicator."""
@@ -196,7 +202,7 @@ class RolloutVLLMClient:
         for index, request in enumerate(encoded):
             groups.setdefault((tuple(request.prompt), tuple(request.images)), []).append(index)
         samples = self._generate(list(groups.items()), sampling)
-        return [self.encoder.output(request, *samples[index]) for index, request in enumerate(encoded)]
+        return [self._output(request, *samples[index]) for index, request in enumerate(encoded)]
 
     def sleep(self, level: int) -> None:
         """Puts the servers to sleep until the next push or request."""
@@ -248,28 +254,41 @@ class RolloutVLLMClient:
         parts = [groups[start : start + share] for start in range(0, len(groups), share)]
         work = [(client, part) for client, part in zip(self._clients, parts, strict=False)]
         samples: dict[int, _Sampled] = {}
-        for found in in_all(lambda item: _samples(*item, sampling), work):
+        for found in in_all(lambda item: _samples(*item, sampling, self.return_routing), work):
             samples.update(found)
         return [samples[index] for index in range(len(samples))]
+
+    def _output(self, request: Any, output: PromptOutput, sample: Sample) -> Any:
+        encoder, experts = self.encoder, None
+        assert encoder is not None
+        if output.routing is not None and sample.routing is not None and self._routing_info is not None:
+            routing = join_routing(output.routing, sample.routing)
+            experts = routing.routed_experts(self._routing_info.layers, encoder.num_hidden_layers)
+        return encoder.output(request, output.prompt_token_ids, sample, experts)
 
     def _each(self, use: Callable[[RolloutClient], _T]) -> list[_T]:
         return in_all(use, self._clients)
 
 
 def _samples(
-    client: RolloutClient, groups: Sequence[tuple[_Prompt, list[int]]], sampling: SamplingParams
+    client: RolloutClient,
+    groups: Sequence[tuple[_Prompt, list[int]]],
+    sampling: SamplingParams,
+    return_routing: bool,
 ) -> dict[int, _Sampled]:
     """Prompts and samples of one server by the request's index."""
     if len({len(members) for _, members in groups}) > 1:
         groups = [(prompt, [index]) for prompt, members in groups for index in members]
     prompts, images = [list(tokens) for (tokens, _), _ in groups], [pixels for (_, pixels), _ in groups]
-    outputs = client.generate(prompts, len(groups[0][1]), sampling, images=images, return_text=False)
+    outputs = client.generate(
+        prompts, len(groups[0][1]), sampling, images=images, return_text=False, return_routing=return_routing
+    )
     samples: dict[int, _Sampled] = {}
     for (_, members), output in zip(groups, outputs, strict=True):
         for index, sample in zip(members, output.samples, strict=True):
             if sample.finish_reason is FinishReason.ABORTED:
                 raise Aborted(f"{client.address}: a sample was ended by another client or a shutdown")
-            samples[index] = output.prompt_token_ids, sample
+            samples[index] = output, sample
     return samples
 
 

@@ -8,6 +8,7 @@ from copy import copy
 from dataclasses import dataclass, fields
 from typing import Any
 
+import numpy.typing as npt
 import torch
 from swift.infer_engine.infer_engine import InferEngine
 from swift.infer_engine.protocol import (
@@ -101,8 +102,22 @@ class TemplateEncoder:
         all_words = [*words, *engine.template.template_meta.stop_words]
         return engine._get_stop_words(all_words), engine._get_stop_token_ids(all_words)
 
-    def output(self, request: EncodedRequest, prompt_token_ids: list[int], sample: Sample) -> RolloutOutput:
-        """Converts a sample to the response of ms-swift's engine, with the request's id and the expanded prompt."""
+    @property
+    def num_hidden_layers(self) -> int:
+        """Layers of the model, with those that have no experts."""
+        return self._engine.template.config.get_text_config().num_hidden_layers
+
+    def output(
+        self,
+        request: EncodedRequest,
+        prompt_token_ids: list[int],
+        sample: Sample,
+        routed_experts: npt.NDArray[Any] | None = None,
+    ) -> RolloutOutput:
+        """Converts a sample to the response of ms-swift's engine, with the request's id and the expanded prompt.
+
+        `routed_experts` are those of prompt and sample, `[P + T - 1, num_hidden_layers, top_k]`.
+        """
         engine, token_ids = self._engine, sample.token_ids
         text = engine.template.decode_generate_ids(token_ids, template_inputs=request.template_inputs)
         tool_calls = engine._get_toolcall(text, template_inputs=request.template_inputs)
@@ -113,6 +128,7 @@ class TemplateEncoder:
             finish_reason="length" if sample.finish_reason is FinishReason.LENGTH else "stop",
             logprobs=engine._get_logprobs(logprobs, token_ids),
             token_ids=token_ids,
+            routed_experts=routed_experts,
         )
         response = ChatCompletionResponse(
             model=engine.model_name,

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
+
 from ..errors import InvalidArgument
+from ..routing import Routing, join_routing
 from ..types import FinishReason, Sample, SamplingParams
 from ._settings import Settings
 
@@ -73,7 +77,13 @@ def request_seed(seed: int, request_id: str, prompt_tokens: int, global_steps: i
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little") >> 1  # 63 bits, as elsewhere
 
 
-def output_fields(sample: Sample, settings: Settings, logprobs: bool, global_steps: int | None) -> dict[str, Any]:
+def output_fields(
+    sample: Sample,
+    settings: Settings,
+    logprobs: bool,
+    global_steps: int | None,
+    experts: npt.NDArray[Any] | None = None,
+) -> dict[str, Any]:
     """The fields of verl's `TokenOutput` for a sample.
 
     Args:
@@ -81,11 +91,13 @@ def output_fields(sample: Sample, settings: Settings, logprobs: bool, global_ste
         settings: settings of the replica.
         logprobs: whether verl requested log-probabilities.
         global_steps: version of the policy, for a sample without tokens.
+        experts: `routed_experts` of the sample.
     """
     versions = [span.weight_version for span in sample.weight_versions] or [global_steps]
     return {
         "token_ids": sample.token_ids,
         "log_probs": getattr(sample, settings.logprobs_field).tolist() if logprobs else None,
+        "routed_experts": experts,
         "stop_reason": "aborted" if sample.finish_reason is FinishReason.ABORTED else "completed",
         "extra_fields": {
             "global_steps": versions[-1],
@@ -94,6 +106,23 @@ def output_fields(sample: Sample, settings: Settings, logprobs: bool, global_ste
             "num_cached_tokens": sample.cached_tokens,
         },
     }
+
+
+def routed_experts(
+    prompt: Routing | None, sample: Sample, layers: Sequence[int], num_hidden_layers: int
+) -> npt.NDArray[Any] | None:
+    """verl's `routed_experts` of a sample: the experts of prompt and sample.
+
+    verl gives the tokens without a row, such as the last one, rows of zeros, and joins the parts of a sample that was
+    interrupted: it takes as many of the last rows as the new part has tokens.
+
+    Returns:
+        `[P + T - 1, num_hidden_layers, top_k]` of uint8 or int16, verl's own types; None if nothing was run.
+    """
+    if prompt is None or sample.routing is None:
+        return None
+    experts = join_routing(prompt, sample.routing).routed_experts(layers, num_hidden_layers)
+    return experts if experts.dtype == np.uint8 else experts.astype(np.int16)
 
 
 def aborted_fields(global_steps: int | None) -> dict[str, Any]:

@@ -28,7 +28,6 @@ _FIXED: dict[str, tuple[Any, ...]] = {
     "pipeline_model_parallel_size": (1,),
     "expert_parallel_size": (1, None),
     "quantization": (None,),
-    "enable_rollout_routing_replay": (False,),
     "logprobs_mode": tuple(LOGPROBS),
     "dtype": ("auto", "bfloat16", "float32"),
 }
@@ -63,6 +62,8 @@ class Settings:
     sampling_defaults: dict[str, Any]
     """verl's sampling parameters for requests without their own."""
     logprobs_field: str
+    routing_replay: bool
+    """Whether samples have the experts that their tokens took, for a trainer that replays them (R3)."""
     seed: int | None
     """With `full_determinism`, the source of the samples' seeds."""
     save_path: str | None
@@ -104,6 +105,7 @@ def read_settings(config: Any, model_config: Any, replica_rank: int, replicas_pe
         response_length=config.response_length,
         sampling_defaults={"repetition_penalty": config.repetition_penalty, "ignore_eos": config.ignore_eos},
         logprobs_field=LOGPROBS[config.logprobs_mode],
+        routing_replay=config.enable_rollout_routing_replay,
         seed=config.seed if config.full_determinism else None,
         save_path=profiler.save_path if profiler is not None and profiler.enable else None,
     )
@@ -157,6 +159,7 @@ def _flags(config: Any, replicas_per_node: int) -> dict[str, Any]:
         "log": "warn",  # every sample is a request, so one line per request is too much
         "max_model_len": config.max_model_len,
         "limit_mm_per_prompt": f"image={config.limit_images}" if config.limit_images else None,
+        "return_routing": config.enable_rollout_routing_replay,
     }
     if replicas_per_node > 1:
         flags["threads"] = max(1, (os.cpu_count() or 1) // replicas_per_node)

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import ray
+from transformers import AutoConfig
 from verl.utils import hf_processor, normalize_token_ids
 from verl.utils.fs import copy_to_local
 from verl.workers.rollout.replica import RolloutMode, TokenOutput
@@ -23,7 +24,8 @@ from ..aio import AsyncRolloutClient
 from ..errors import FailedPrecondition, InvalidArgument, RolloutError
 from ..images import Pixels, processed_pixels
 from ..process import ServerProcess
-from ._sampling import aborted_fields, output_fields, request_seed, sampling_params
+from ..routing import RoutingInfo
+from ._sampling import aborted_fields, output_fields, request_seed, routed_experts, sampling_params
 from ._settings import Settings, command_line, find_binary
 
 LOG_LINES = 20
@@ -44,6 +46,7 @@ class RolloutServer:
         self._mode = rollout_mode
         self._process: ServerProcess | None = None
         self._processor: Any = None
+        self._routing: tuple[list[int], int] | None = None
         self._global_steps: int | None = None
         self._running: set[str] = set()
         self._open = asyncio.Event()
@@ -69,6 +72,8 @@ class RolloutServer:
         self._client = AsyncRolloutClient(self._address, token=token, tls=settings.tls)
         info = await self._client.info()
         self._max_model_len = min(settings.max_model_len or info.max_model_len, info.max_model_len)
+        if settings.routing_replay:
+            self._routing = await self._routing_format(info.routing)
         if info.images is not None:
             model = await asyncio.to_thread(copy_to_local, settings.model)
             self._processor = await asyncio.to_thread(hf_processor, model)
@@ -103,7 +108,8 @@ class RolloutServer:
             others: videos and audio, which must be empty.
 
         Returns:
-            Tokens, log-probabilities and, in `extra_fields`, the oldest and newest policy that sampled them.
+            Tokens, log-probabilities, with `enable_rollout_routing_replay` the experts of prompt and tokens, and, in
+            `extra_fields`, the oldest and newest policy that sampled them.
 
         Raises:
             RolloutError: the server's error.
@@ -120,14 +126,21 @@ class RolloutServer:
             await self._open.wait()
         self._running.add(request_id)
         try:
-            outputs = await self._client.generate(
-                [prompt_ids], sampling=wanted, images=[images], return_text=False, request_id=request_id
+            (output,) = await self._client.generate(
+                [prompt_ids],
+                sampling=wanted,
+                images=[images],
+                return_text=False,
+                return_routing=self._routing is not None,
+                request_id=request_id,
             )
         finally:
             self._running.discard(request_id)
         wanted_logprobs = sampling_params.get("logprobs")
         logprobs = wanted_logprobs is not None and wanted_logprobs is not False  # 0 requests those of sampled tokens
-        return TokenOutput(**output_fields(outputs[0].samples[0], self._settings, logprobs, self._global_steps))
+        sample = output.samples[0]
+        experts = None if self._routing is None else routed_experts(output.routing, sample, *self._routing)
+        return TokenOutput(**output_fields(sample, self._settings, logprobs, self._global_steps, experts))
 
     async def wake_up(self, tags: list[str] | None = None) -> None:
         """Wakes the server: all of it, or `weights`, or `kv_cache`."""
@@ -234,6 +247,22 @@ class RolloutServer:
         except RolloutError as error:
             await asyncio.to_thread(self._process.stop)
             raise RolloutError(f"replica {settings.replica_rank}: {error}\n{log.tail()}") from None
+
+    async def _routing_format(self, info: RoutingInfo | None) -> tuple[list[int], int]:
+        """The layers with experts, and the number of all layers.
+
+        Raises:
+            InvalidArgument: the model has no experts.
+            FailedPrecondition: the server does not return those that tokens took.
+        """
+        setting, model = "rollout.enable_rollout_routing_replay=True", self._settings.model
+        if info is None:
+            raise InvalidArgument(f"{setting}: {model} has no experts; set it to False")
+        if not info.returned:
+            raise FailedPrecondition(f"{setting}: start the server at {self._address} with --return-routing")
+        directory = await asyncio.to_thread(copy_to_local, model)
+        config = await asyncio.to_thread(AutoConfig.from_pretrained, directory)
+        return info.layers, config.get_text_config().num_hidden_layers
 
     async def _pixels(self, images: Sequence[Any], options: dict[str, Any]) -> list[Pixels]:
         """The pixels that verl's processor makes of images when it scores the sample."""

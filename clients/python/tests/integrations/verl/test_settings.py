@@ -28,6 +28,7 @@ def test_what_verl_says_becomes_flags_and_options_become_further_ones():
     assert found.model == str(MODEL) and found.address is None
     assert command_line(settings(max_model_len=99).flags)[-2:] == ["--max-model-len", "99"]
     assert command_line(settings(limit_images=3).flags)[-2:] == ["--limit-mm-per-prompt", "image=3"]
+    assert command_line(settings(enable_rollout_routing_replay=True).flags)[-1] == "--return-routing"
     assert "--mem-util 0.1 " in " ".join(command_line(settings({"mem_util": 0.1}).flags)), "an option wins"
 
 
@@ -55,7 +56,6 @@ def test_pushes_of_adapters_are_told_from_merged_ones():
         ({"quantization": "fp8"}, ["rollout.quantization='fp8'", "None"]),
         ({"dtype": "float16"}, ["rollout.dtype='float16'", "'bfloat16'"]),
         ({"logprobs_mode": "raw_logits"}, ["rollout.logprobs_mode='raw_logits'", "'processed_logprobs'"]),
-        ({"enable_rollout_routing_replay": True}, ["rollout.enable_rollout_routing_replay=True"]),
         ({"qat": {"enable": True}}, ["rollout.qat.enable"]),
         ({"options": {"http_port": 1}}, [f"{OPTIONS}.http_port", "leave it out"]),
         ({"options": {"addresses": ["a:1"], "tp": 2}}, [f"{OPTIONS}.tp", "addresses"]),
@@ -151,6 +151,7 @@ def test_an_output_has_the_oldest_and_the_newest_version_of_its_tokens():
     assert found == {
         "token_ids": [0, 1, 2],
         "log_probs": [-1, -1, -1],
+        "routed_experts": None,
         "stop_reason": "completed",
         "extra_fields": {"global_steps": 6, "min_global_steps": 4, "max_global_steps": 6, "num_cached_tokens": 3},
     }
