@@ -58,7 +58,7 @@ _ABORT_AGAIN_SECONDS = 0.05
 _OF_EACH = ("prompt_logprob_token_ids", "images", "routing")
 
 # The path in an error of a server, which has only one prompt or sequence of the call.
-_FIRST = re.compile(r"^(prompts|sequences|images|logprob_token_ids(?=\[0\]\.rows))\[0\]")
+_FIRST = re.compile(r"^(prompts|sequences|images|routing|logprob_token_ids(?=\[0\]\.rows))\[0\]")
 
 _T = TypeVar("_T")
 
