@@ -125,8 +125,9 @@ def test_what_came_is_sent_as_it_came(call, fake, rng, experts):
     assert first == _proto.message("Routing")() and second == _proto.message("Routing")(**expected)
     # Arrays of any layout.
     layouts = np.asfortranarray(given.experts), np.repeat(given.experts, 2, axis=1)[:, ::2]
-    call(lambda client: client.generate([[5] * 9] * 2, routing=[Routing(2, layout) for layout in layouts]))
-    assert [prompt.routing.experts for prompt in fake.requests[-1].prompts] == [expected["experts"]] * 2
+    given = [Routing(2, layout) for layout in layouts]
+    call(lambda client: client.generate([[5] * 9] * 4, routing=given * 2))
+    assert [prompt.routing.experts for prompt in fake.requests[-1].prompts] == [expected["experts"]] * 4
 
 
 @pytest.mark.parametrize(
