@@ -27,8 +27,8 @@ use crate::server::{
     HeldPictures, ImageRules, ModelFacts, PromptEncoder, RequestTemplates, RoutingRules, ServingContext, pb,
 };
 use crate::text::{
-    ChatTemplate, ReasoningFormat, Tokenizer, read_tokenizer_config, special_tokens_of_config, special_tokens_of_gguf,
-    tokenizer_info,
+    ChatTemplate, ReasoningFormat, TiktokenRanks, Tokenizer, read_tokenizer_config, special_tokens_of_config,
+    special_tokens_of_gguf, tokenizer_info,
 };
 use crate::types::RoutingFormat;
 use crate::weights::{
@@ -60,6 +60,14 @@ fn open_encoder(files: &TokenizerFiles, config: &Config) -> Result<Option<(Arc<P
             let template = ChatTemplate::from_files(&tokenizer_config, given.or(chat_template.as_deref()))?;
             let special_tokens = special_tokens_of_config(&tokenizer_config);
             (tokenizer, template, tokenizer_config, special_tokens)
+        }
+        TokenizerFiles::Tiktoken { ranks, tokenizer_config_json, chat_template } => {
+            let tokenizer = Tokenizer::from_tiktoken(&TiktokenRanks::read(ranks)?)?;
+            let tokenizer_config = read_tokenizer_config(tokenizer_config_json.as_deref())?;
+            let template = ChatTemplate::from_files(&tokenizer_config, given.or(chat_template.as_deref()))?;
+            let template = template.map_or_else(|| ChatTemplate::of_qwen_v1(&tokenizer_config), Ok)?;
+            let special_tokens = special_tokens_of_config(&tokenizer_config);
+            (Some(tokenizer), Some(template), tokenizer_config, special_tokens)
         }
     };
     if tokenizer.is_some() && chat_template.is_none() {
@@ -282,9 +290,8 @@ impl Layout {
         let longest = model.max_position_embeddings;
         let max_model_len = config.max_model_len.unwrap_or(longest);
         if max_model_len > longest {
-            return Err(Error::Config(format!(
-                "--max-model-len {max_model_len}: must be at most {longest}, the positions that the model has"
-            )));
+            let limit = model.position_limit();
+            return Err(Error::Config(format!("--max-model-len {max_model_len}: must be at most {longest}, {limit}")));
         }
         let routing = model.experts.as_ref().map(ExpertsConfig::routing_format);
         if config.return_routing && routing.is_none() {

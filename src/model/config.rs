@@ -4,6 +4,7 @@ mod decoder;
 mod experts;
 mod internvl;
 mod qwen2_5_vl;
+mod qwen_v1;
 mod rope;
 mod vision;
 
@@ -21,8 +22,8 @@ pub use experts::ExpertsConfig;
 pub use rope::{RopeConfig, RopeScaling};
 pub use vision::{TowerKind, VisionConfig};
 
-/// Everything by which Llama 3.x, Qwen2/2.5, Qwen3, Mistral, SmolLM3, Phi-3, Phi-4, Qwen2-MoE, Qwen3-MoE and Mixtral
-/// differ, as flags and sizes of one decoder; and the vision towers of Qwen2.5-VL and InternVL3, whose decoders are
+/// Everything by which Llama 3.x, Qwen v1, Qwen2/2.5, Qwen3, Mistral, SmolLM3, Phi-3, Phi-4, Qwen2-MoE, Qwen3-MoE and
+/// Mixtral differ, as flags and sizes of one decoder; and the vision towers of Qwen2.5-VL and InternVL3, whose decoders are
 /// that of Qwen2 (InternVL3.5 has Qwen3's).
 #[derive(Clone, Debug, PartialEq)]
 pub struct ModelConfig {
@@ -70,6 +71,7 @@ pub struct ModelConfig {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Architecture {
     Llama,
+    QwenV1,
     Qwen2,
     Qwen3,
     Mistral,
@@ -86,8 +88,9 @@ pub enum Architecture {
     InternVlChat,
 }
 
-const ARCHITECTURES: [(&str, Architecture); 12] = [
+const ARCHITECTURES: [(&str, Architecture); 13] = [
     ("LlamaForCausalLM", Architecture::Llama),
+    ("QWenLMHeadModel", Architecture::QwenV1),
     ("Qwen2ForCausalLM", Architecture::Qwen2),
     ("Qwen3ForCausalLM", Architecture::Qwen3),
     ("MistralForCausalLM", Architecture::Mistral),
@@ -124,6 +127,9 @@ impl ModelConfig {
         let (generation, preprocessor) = (files.generation_config.as_ref(), files.preprocessor_config.as_ref());
         let mut this = Self::parse(&tokens.in_config(&files.config), generation, preprocessor)?;
         this.eos_token_ids.extend(tokens.end);
+        if this.architecture == Architecture::QwenV1 {
+            this.eos_token_ids.extend(qwen_v1::end_of_turn(files)?);
+        }
         this.eos_token_ids.sort_unstable();
         this.eos_token_ids.dedup();
         this.check_shapes()?;
@@ -142,7 +148,7 @@ impl ModelConfig {
     ) -> Result<Self> {
         let (name, architecture) = architecture(config)?;
         let whole = config;
-        let config = &*text_config(whole);
+        let config = &*decoder_config(architecture, whole)?;
         let decoder = decoder(architecture, config)?;
         let raw: RawConfig = serde_json::from_value(config.clone()).map_err(|e| bad(format!("config.json: {e}")))?;
         refuse_unsupported(config, &raw, name)?;
@@ -210,6 +216,14 @@ impl ModelConfig {
     pub fn architecture_name(&self) -> &'static str {
         let found = ARCHITECTURES.iter().find(|(_, architecture)| *architecture == self.architecture);
         found.expect("every architecture is in the list").0
+    }
+
+    /// The name of the limit `max_position_embeddings`, and the reason why no sequence is longer, for messages.
+    pub fn position_limit(&self) -> &'static str {
+        match self.architecture {
+            Architecture::QwenV1 => qwen_v1::POSITION_LIMIT,
+            _ => "the positions that the model has",
+        }
     }
 
     /// Axes of a rotary position: one, or time, row and column for M-RoPE.
@@ -370,6 +384,14 @@ fn architecture(config: &serde_json::Value) -> Result<(&str, Architecture)> {
     }
 }
 
+/// The decoder's configuration, under the keys that all architectures have.
+fn decoder_config(architecture: Architecture, config: &serde_json::Value) -> Result<Cow<'_, serde_json::Value>> {
+    match architecture {
+        Architecture::QwenV1 => qwen_v1::as_qwen2(config).map(Cow::Owned),
+        _ => Ok(text_config(config)),
+    }
+}
+
 /// The decoder's configuration: `text_config` where there is one, as transformers 5 writes it, or `llm_config`, as
 /// InternVL's own code does, with fields of the whole model; else the whole.
 fn text_config(config: &serde_json::Value) -> Cow<'_, serde_json::Value> {
@@ -393,7 +415,7 @@ fn decoder(architecture: Architecture, config: &serde_json::Value) -> Result<Dec
     let model_type = config["model_type"].as_str().unwrap_or("unnamed");
     Ok(match architecture {
         Architecture::Llama => DecoderKind::Llama,
-        Architecture::Qwen2 | Architecture::Qwen25Vl => DecoderKind::Qwen2,
+        Architecture::QwenV1 | Architecture::Qwen2 | Architecture::Qwen25Vl => DecoderKind::Qwen2,
         Architecture::Qwen3 => DecoderKind::Qwen3,
         Architecture::Mistral => DecoderKind::Mistral,
         Architecture::SmolLm3 => DecoderKind::SmolLm3,

@@ -31,6 +31,15 @@ const NAME: &str = "chat_template";
 /// The space at its end shows whether the template trims messages.
 const CONTINUE: &str = "CONTINUE_FINAL_MESSAGE_TAG ";
 
+/// ChatML with the system message that Qwen v1 has by default; its checkpoints have no template.
+const QWEN_V1: &str = concat!(
+    "{% if messages[0]['role'] != 'system' %}",
+    "{{ '<|im_start|>system\\nYou are a helpful assistant.<|im_end|>\\n' }}{% endif %}",
+    "{% for message in messages %}",
+    "{{ '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>\\n' }}{% endfor %}",
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}",
+);
+
 /// Longest format of a date, because the meter does not count the bytes of dates. Real formats have about 20 bytes.
 const MAX_DATE_FORMAT_BYTES: usize = 1024;
 
@@ -116,6 +125,14 @@ impl ChatTemplate {
             (None, _) => return Ok(None),
         };
         Self::new(source.into(), special_tokens_of_gguf(metadata)).map(Some)
+    }
+
+    /// The template of Qwen v1, with the special tokens of its `tokenizer_config.json`.
+    ///
+    /// # Errors
+    /// As for [`ChatTemplate::new`].
+    pub fn of_qwen_v1(tokenizer_config: &Json) -> Result<Self> {
+        Self::new(QWEN_V1.into(), special_tokens_of_config(tokenizer_config))
     }
 
     pub fn source(&self) -> &str {

@@ -4,27 +4,12 @@
 use std::collections::HashMap;
 
 use candle_core::quantized::gguf_file::Value;
-use tokenizers::decoders::byte_level::ByteLevel;
 use tokenizers::models::bpe::{BPE, Vocab};
-use tokenizers::normalizers::unicode::NFC;
-use tokenizers::pre_tokenizers::PreTokenizerWrapper;
-use tokenizers::pre_tokenizers::digits::Digits;
-use tokenizers::pre_tokenizers::sequence::Sequence;
-use tokenizers::pre_tokenizers::split::{Split, SplitPattern};
 use tokenizers::processors::template::TemplateProcessing;
-use tokenizers::{AddedToken, SplitDelimiterBehavior, Tokenizer};
+use tokenizers::{AddedToken, Tokenizer};
 
+use super::byte_level::PreTokenizer;
 use crate::error::{Error, Result};
-
-/// The pre-tokenizer that `tokenizer.ggml.pre` names.
-#[derive(Clone, Copy, Debug, PartialEq)]
-enum PreTokenizer {
-    Gpt2,
-    /// GPT-2's pre-tokenizer, after a split at each digit.
-    SmolLm,
-    Qwen2,
-    Llama3,
-}
 
 /// Value in `tokenizer.ggml.token_type` of a special token.
 const CONTROL: i64 = 3;
@@ -40,7 +25,7 @@ pub fn tokenizer(metadata: &HashMap<String, Value>) -> Result<Tokenizer> {
     }
     let pre = match metadata.get("tokenizer.ggml.pre") {
         None => PreTokenizer::Gpt2,
-        Some(_) => PreTokenizer::of(string(metadata, "tokenizer.ggml.pre")?)?,
+        Some(_) => pre_tokenizer(string(metadata, "tokenizer.ggml.pre")?)?,
     };
     let tokens = strings(metadata, "tokenizer.ggml.tokens")?;
     let vocab: Vocab = tokens.iter().zip(0..).map(|(token, id)| (token.to_string(), id)).collect();
@@ -57,54 +42,24 @@ pub fn tokenizer(metadata: &HashMap<String, Value>) -> Result<Tokenizer> {
         .build()
         .map_err(config)?;
     let mut tokenizer = Tokenizer::new(bpe);
-    pre.install(&mut tokenizer)?;
+    pre.install(&mut tokenizer).map_err(config)?;
     add_tokens(&mut tokenizer, metadata, &tokens)?;
     add_template(&mut tokenizer, metadata, &tokens, pre)?;
     Ok(tokenizer)
 }
 
-impl PreTokenizer {
-    fn of(name: &str) -> Result<Self> {
-        match name {
-            "default" | "gpt-2" => Ok(Self::Gpt2),
-            "smollm" => Ok(Self::SmolLm),
-            "qwen2" => Ok(Self::Qwen2),
-            "llama-bpe" | "llama3" | "llama-v3" => Ok(Self::Llama3),
-            other => Err(Error::Config(format!(
-                "tokenizer.ggml.pre is {other:?}; supported are default, gpt-2, smollm, qwen2, llama-bpe. Use the \
-                 model's Hugging Face directory, whose tokenizer.json says what this name stands for"
-            ))),
-        }
+/// The pre-tokenizer that `tokenizer.ggml.pre` names.
+fn pre_tokenizer(name: &str) -> Result<PreTokenizer> {
+    match name {
+        "default" | "gpt-2" => Ok(PreTokenizer::Gpt2),
+        "smollm" => Ok(PreTokenizer::SmolLm),
+        "qwen2" => Ok(PreTokenizer::Qwen2),
+        "llama-bpe" | "llama3" | "llama-v3" => Ok(PreTokenizer::Llama3),
+        other => Err(Error::Config(format!(
+            "tokenizer.ggml.pre is {other:?}; supported are default, gpt-2, smollm, qwen2, llama-bpe. Use the \
+             model's Hugging Face directory, whose tokenizer.json says what this name stands for"
+        ))),
     }
-
-    /// Sets normalizer, pre-tokenizer and decoder to those in the family's tokenizer.json.
-    fn install(self, tokenizer: &mut Tokenizer) -> Result<()> {
-        let byte_level = |use_regex| ByteLevel::new(false, true, use_regex);
-        let steps: Vec<PreTokenizerWrapper> = match self {
-            Self::Gpt2 => vec![byte_level(true).into()],
-            Self::SmolLm => vec![Digits::new(true).into(), byte_level(true).into()],
-            Self::Qwen2 => vec![split(r"\p{N}")?, byte_level(false).into()],
-            Self::Llama3 => vec![split(r"\p{N}{1,3}")?, byte_level(false).into()],
-        };
-        if self == Self::Qwen2 {
-            tokenizer.with_normalizer(Some(NFC)).map_err(config)?;
-        }
-        tokenizer.with_pre_tokenizer(Some(Sequence::new(steps)));
-        tokenizer.with_decoder(Some(byte_level(true)));
-        Ok(())
-    }
-}
-
-/// The pre-tokenizer of Llama 3 and Qwen2, which differ in how many digits stay together (`digits`, a regular
-/// expression).
-fn split(digits: &str) -> Result<PreTokenizerWrapper> {
-    let regex = [
-        r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|",
-        digits,
-        r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
-    ];
-    let split = Split::new(SplitPattern::Regex(regex.concat()), SplitDelimiterBehavior::Isolated, false);
-    Ok(split.map_err(config)?.into())
 }
 
 fn add_tokens(tokenizer: &mut Tokenizer, metadata: &HashMap<String, Value>, tokens: &[&str]) -> Result<()> {

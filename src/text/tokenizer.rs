@@ -6,8 +6,10 @@ use std::path::Path;
 use candle_core::quantized::gguf_file::Value as GgufValue;
 use serde_json::Value;
 
+use super::byte_level::byte_of_char;
 use super::detokenizer::TextStream;
 use super::gguf;
+use super::tiktoken::TiktokenRanks;
 use crate::error::{Error, Result};
 use crate::types::TokenId;
 
@@ -51,6 +53,14 @@ impl Tokenizer {
     /// `Config` if a key is missing, or names a tokenizer that is not supported.
     pub fn from_gguf(metadata: &HashMap<String, GgufValue>) -> Result<Self> {
         Self::new(gguf::tokenizer(metadata)?)
+    }
+
+    /// Builds the tokenizer from the ranks of Qwen v1's vocabulary.
+    ///
+    /// # Errors
+    /// As for [`TiktokenRanks::tokenizer`].
+    pub fn from_tiktoken(ranks: &TiktokenRanks) -> Result<Self> {
+        Self::new(ranks.tokenizer()?)
     }
 
     fn new(inner: tokenizers::Tokenizer) -> Result<Self> {
@@ -185,19 +195,6 @@ fn replaces_underline(step: &Value) -> bool {
 fn fallback_byte(piece: &str) -> Option<u8> {
     let digits = piece.strip_prefix("<0x")?.strip_suffix('>')?;
     if digits.len() == 2 { u8::from_str_radix(digits, 16).ok() } else { None }
-}
-
-/// GPT-2's alphabet: the printable bytes of Latin-1 stand for themselves, the others for U+0100 and up, in order.
-fn byte_of_char() -> Vec<Option<u8>> {
-    let mut table = vec![None; 0x144];
-    let mut next = 0x100;
-    for byte in 0..=255u8 {
-        let is_itself = matches!(byte, b'!'..=b'~' | 0xA1..=0xAC | 0xAE..=0xFF);
-        let c = if is_itself { usize::from(byte) } else { next };
-        next += usize::from(!is_itself);
-        table[c] = Some(byte);
-    }
-    table
 }
 
 mod reach;

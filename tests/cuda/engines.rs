@@ -10,7 +10,7 @@ use crate::common::{Engine, Push, Request, bits, fixture, random_prompts, random
 use crate::share_driver;
 
 const CUDA: [&str; 2] = ["--device", "cuda"];
-const MODELS: [&str; 7] = ["llama", "llama-tied", "qwen2", "qwen3", "mistral", "smollm3", "phi3"];
+const MODELS: [&str; 8] = ["llama", "llama-tied", "qwen2", "qwen3", "qwen_v1", "mistral", "smollm3", "phi3"];
 /// Tokens of each sequence that are compared with transformers.
 const COMPARED: usize = 48;
 /// Largest difference per token in float32 that the numerics contract allows.

@@ -296,6 +296,7 @@ fn tensor_parallel_is_one_rank() {
         ("qwen3", "4"),
         ("smollm3", "4"),
         ("phi3", "2"),
+        ("qwen_v1", "4"),
         ("qwen3_moe", "2"),
         ("qwen3_moe", "8"),
         ("qwen3_moe_60", "4"),

@@ -8,7 +8,7 @@ use crate::common::{Engine, Request, fixture, kernels, orders};
 
 /// Models without experts, and all models. With experts, rounding decides which of them a token takes, so that no bound
 /// holds for bfloat16.
-const DENSE: [&str; 7] = ["llama", "llama-tied", "qwen2", "qwen3", "mistral", "smollm3", "phi3"];
+const DENSE: [&str; 8] = ["llama", "llama-tied", "qwen2", "qwen3", "qwen_v1", "mistral", "smollm3", "phi3"];
 const WITH_EXPERTS: [&str; 4] = ["qwen3_moe", "qwen3_moe_60", "qwen2_moe", "mixtral"];
 
 /// Largest difference per token in float32 that the numerics contract allows.

@@ -16,6 +16,7 @@ from serving import FIXTURES
 DTYPES = {"F32": np.float32, "BF16": ml_dtypes.bfloat16, "F16": np.float16, "I32": np.int32, "U8": np.uint8}
 NAMES = {np.dtype(dtype): name for name, dtype in DTYPES.items()}
 LINEAR = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+QWEN_V1_LINEAR = ["c_attn", "c_proj", "w1", "w2"]
 
 
 def read_safetensors(path):

@@ -16,12 +16,24 @@ import struct
 import numpy as np
 import pytest
 
-from models import LINEAR, read_model
+from models import LINEAR, QWEN_V1_LINEAR, read_model
 from rollout_client import SamplingParams
 from serving import FIXTURES, server
 
 RECORD = FIXTURES / "recorded.json"
-MODELS = ["llama", "llama-tied", "qwen2", "qwen3", "mistral", "smollm3", "phi3", "qwen3_moe", "qwen2_moe", "mixtral"]
+MODELS = [
+    "llama",
+    "llama-tied",
+    "qwen2",
+    "qwen3",
+    "qwen_v1",
+    "mistral",
+    "smollm3",
+    "phi3",
+    "qwen3_moe",
+    "qwen2_moe",
+    "mixtral",
+]
 DTYPES = ["float32", "bfloat16"]
 RECORDS = {"avx512_bf16": "dots", "amx": "tiles"}
 RANK = 4
@@ -56,7 +68,7 @@ def adapter(state, salt):
     tensors = {}
     for name, array in state.items():
         module = name.removesuffix(".weight")
-        if module.rpartition(".")[2] in LINEAR and ".experts." not in module:
+        if module.rpartition(".")[2] in LINEAR + QWEN_V1_LINEAR and ".experts." not in module:
             prefix = f"base_model.model.{module}"
             tensors[f"{prefix}.lora_A.weight"] = values(f"{salt} {name} A", (RANK, array.shape[1]), 0.3)
             tensors[f"{prefix}.lora_B.weight"] = values(f"{salt} {name} B", (array.shape[0], RANK), 0.3)

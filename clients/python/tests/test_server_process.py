@@ -20,7 +20,19 @@ from rollout_client import RolloutClient, RolloutError, SamplingParams, ServerPr
 from rollout_client.process import free_port
 from serving import FIXTURES, REPOSITORY, SMALL_CACHE, assert_idle, wait_for
 
-MODELS = ["llama", "llama-tied", "mistral", "mixtral", "phi3", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "smollm3"]
+MODELS = [
+    "llama",
+    "llama-tied",
+    "mistral",
+    "mixtral",
+    "phi3",
+    "qwen2",
+    "qwen2_moe",
+    "qwen3",
+    "qwen3_moe",
+    "qwen_v1",
+    "smollm3",
+]
 TOLERANCE = 1e-4
 LONG_CLIENT = """
 import sys

@@ -203,6 +203,8 @@ def test_another_base_below_an_adapter_is_an_error_that_says_what_to_do(pair, rn
     ),
     ("phi3", {"": ""}, "model.layers.1.self_attn.qkv_proj.weight", "model.layers.1.self_attn.v_proj.weight"),
     ("phi3", {"": ""}, "model.layers.0.mlp.gate_up_proj.weight", "model.layers.0.mlp.up_proj.weight"),
+    ("qwen_v1", {"": ""}, "transformer.h.1.attn.c_attn.bias", "model.layers.1.self_attn.v_proj.bias"),
+    ("qwen_v1", {"": ""}, "transformer.h.0.mlp.w1.weight", "model.layers.0.mlp.up_proj.weight"),
 ])  # fmt: skip
 def test_the_base_of_a_model_is_compared_by_its_names_in_memory(binary, name, in_memory, changed, served):
     state = {key: array.copy() for key, array in read_model(FIXTURES / name, np.float32).items()}

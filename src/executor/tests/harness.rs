@@ -23,11 +23,12 @@ use crate::weights::{
 };
 
 pub const DTYPES: [StorageDtype; 2] = [StorageDtype::F32, StorageDtype::Bf16];
-pub const MODELS: [&str; 11] = [
+pub const MODELS: [&str; 12] = [
     "llama",
     "llama-tied",
     "qwen2",
     "qwen3",
+    "qwen_v1",
     "mistral",
     "smollm3",
     "phi3",

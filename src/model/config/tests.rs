@@ -6,6 +6,7 @@ use crate::weights::{ModelSource, Partition};
 use rollout_kernels::{Backend, DeviceOptions, StorageDtype};
 
 mod experts;
+mod qwen_v1;
 
 fn fixture(name: &str) -> ModelConfig {
     let path = format!("{}/tests/fixtures/{name}", env!("CARGO_MANIFEST_DIR"));

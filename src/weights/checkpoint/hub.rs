@@ -8,17 +8,18 @@ use hf_hub::api::RepoInfo;
 use hf_hub::api::sync::{Api, ApiBuilder, ApiError};
 use hf_hub::{Cache, Repo, RepoType};
 
-use super::safetensors;
+use super::{TIKTOKEN, safetensors};
 use crate::error::{Error, Result};
 
 /// Time limit for the hub's first answer. Where packets vanish, the client itself would wait for minutes.
 const FIRST_ANSWER: Duration = Duration::from_secs(15);
 
 /// The files beside the safetensors that are fetched, where the repository has them.
-const SMALL_FILES: [&str; 6] = [
+const SMALL_FILES: [&str; 7] = [
     "config.json",
     "generation_config.json",
     "tokenizer.json",
+    TIKTOKEN,
     "tokenizer_config.json",
     "chat_template.jinja",
     "preprocessor_config.json",
@@ -85,7 +86,7 @@ fn cached_snapshot(cache: &Cache, repo: Repo) -> Option<PathBuf> {
     let config = cache.repo(repo).get("config.json")?;
     let dir: &Path = config.parent()?;
     safetensors::SafetensorsCheckpoint::open(dir).ok()?;
-    dir.join("tokenizer.json").exists().then(|| dir.to_path_buf())
+    ["tokenizer.json", TIKTOKEN].into_iter().any(|file| dir.join(file).exists()).then(|| dir.to_path_buf())
 }
 
 fn unreachable(repo: &str, why: &str) -> Error {

@@ -26,6 +26,9 @@ pub use mapped::FileStamp;
 pub use safetensors::SafetensorsCheckpoint;
 pub use source::{ModelFiles, ModelSource, TokenizerFiles};
 
+/// The vocabulary of Qwen v1 in tiktoken's form, which it has instead of `tokenizer.json`.
+const TIKTOKEN: &str = "qwen.tiktoken";
+
 /// The weights of a model in mapped files. All ranks share one, because every method takes `&self`.
 #[derive(Debug)]
 pub enum Checkpoint {

@@ -20,6 +20,9 @@ pub(super) const SINGLE: &str = "model.safetensors";
 /// The index of a model's shards.
 pub(super) const INDEX: &str = "model.safetensors.index.json";
 
+/// The files in which older models have their weights or the index of these.
+const PICKLED: [&str; 2] = ["pytorch_model.bin", "pytorch_model.bin.index.json"];
+
 /// A tensor in one of the files.
 #[derive(Clone, Debug)]
 struct Entry {
@@ -82,10 +85,7 @@ impl SafetensorsCheckpoint {
         }
         let path = dir.join(INDEX);
         if !is_there(&path)? {
-            return Err(Error::Config(format!(
-                "{} has neither {SINGLE} nor {INDEX}; give a directory with safetensors weights or a .gguf file",
-                dir.display()
-            )));
+            return Err(no_weights(dir));
         }
         let index = read_index(&path)?;
         for shard in index.weight_map.values().collect::<BTreeSet<_>>() {
@@ -208,6 +208,23 @@ impl SafetensorsCheckpoint {
             self.files[entry.file].release(entry.bytes.clone());
         }
     }
+}
+
+/// The error for a directory without safetensors.
+fn no_weights(dir: &Path) -> Error {
+    let is_pickled = PICKLED.iter().any(|file| dir.join(file).exists());
+    let dir = dir.display();
+    Error::Config(match is_pickled {
+        true => format!(
+            "{dir} has its weights in pytorch_model*.bin only, which are not supported; convert them to safetensors: \
+             python3 -c 'from transformers import AutoModelForCausalLM as Model; \
+             Model.from_pretrained(\"{dir}\", torch_dtype=\"auto\", trust_remote_code=True)\
+             .save_pretrained(\"{dir}\", safe_serialization=True)'"
+        ),
+        false => {
+            format!("{dir} has neither {SINGLE} nor {INDEX}; give a directory with safetensors weights or a .gguf file")
+        }
+    })
 }
 
 fn read_index(path: &Path) -> Result<Index> {

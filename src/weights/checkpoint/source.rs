@@ -11,7 +11,7 @@ use serde_json::Value;
 use super::gguf::{GgufCheckpoint, GgufMetadata};
 use super::hub;
 use super::safetensors::SafetensorsCheckpoint;
-use super::{Checkpoint, is_there, unreadable};
+use super::{Checkpoint, TIKTOKEN, is_there, unreadable};
 use crate::error::{Error, Result};
 use crate::types::TokenId;
 use crate::weights::parameters::HeadCounts;
@@ -51,13 +51,19 @@ pub enum TokenizerFiles {
         /// `chat_template.jinja`, which takes precedence over the template in tokenizer_config.json.
         chat_template: Option<PathBuf>,
     },
+    Tiktoken {
+        /// `qwen.tiktoken`, which Qwen v1 has instead of `tokenizer.json`.
+        ranks: PathBuf,
+        tokenizer_config_json: Option<PathBuf>,
+        chat_template: Option<PathBuf>,
+    },
     /// The metadata of a GGUF file.
     Gguf(Arc<GgufMetadata>),
 }
 
 impl TokenizerFiles {
     /// The ids of these tokens among those that were added to the vocabulary of `tokenizer.json`; `None` for each that
-    /// is not there, as all are in a GGUF file.
+    /// is not there, or if there is no such file.
     ///
     /// # Errors
     /// `Config` if the file cannot be read or is not a tokenizer's.
@@ -163,16 +169,21 @@ fn open_directory(dir: &Path) -> Result<ModelFiles> {
         None => existing("processor_config.json")?,
     };
     let config = read_json(&required("config.json")?)?;
+    let (tokenizer_config_json, chat_template) = (existing("tokenizer_config.json")?, existing("chat_template.jinja")?);
+    let tokenizer = match (existing("tokenizer.json")?, existing(TIKTOKEN)?) {
+        (None, Some(ranks)) => TokenizerFiles::Tiktoken { ranks, tokenizer_config_json, chat_template },
+        _ => TokenizerFiles::HuggingFace {
+            tokenizer_json: required("tokenizer.json")?,
+            tokenizer_config_json,
+            chat_template,
+        },
+    };
     let counts = head_counts(&config);
     Ok(ModelFiles {
         preprocessor_config: preprocessor.map(|path| read_json(&path)).transpose()?,
         config,
         generation_config: existing("generation_config.json")?.map(|path| read_json(&path)).transpose()?,
-        tokenizer: TokenizerFiles::HuggingFace {
-            tokenizer_json: required("tokenizer.json")?,
-            tokenizer_config_json: existing("tokenizer_config.json")?,
-            chat_template: existing("chat_template.jinja")?,
-        },
+        tokenizer,
         checkpoint: Checkpoint::Safetensors(SafetensorsCheckpoint::open(dir)?.of_parameters(counts)?),
     })
 }

@@ -22,6 +22,20 @@ const EXPERTS: &str = "experts";
 /// The names by which Mixtral's checkpoints call the experts and their router, and the parameters' own.
 const MIXTRAL: (&str, &str) = ("block_sparse_moe", "mlp");
 const MIXTRAL_PROJECTIONS: [(&str, &str); 3] = [("w1", "gate_proj"), ("w2", "down_proj"), ("w3", "up_proj")];
+/// The modules beside the layers under Qwen v1's names, and the parameters' own.
+const QWEN_V1: [(&str, &str); 2] = [("transformer.wte", "model.embed_tokens"), ("transformer.ln_f", "model.norm")];
+/// The beginning of the names of a layer's modules, in front of its number, likewise.
+const QWEN_V1_LAYERS: (&str, &str) = ("transformer.h.", "model.layers.");
+/// The modules of a layer, behind its number, likewise. `w1` is what the gate `w2` multiplies.
+const QWEN_V1_MODULES: [(&str, &str); 7] = [
+    ("ln_1", "input_layernorm"),
+    ("ln_2", "post_attention_layernorm"),
+    ("attn.c_attn", "self_attn.qkv_proj"),
+    ("attn.c_proj", "self_attn.o_proj"),
+    ("mlp.w1", "mlp.up_proj"),
+    ("mlp.w2", "mlp.gate_proj"),
+    ("mlp.c_proj", "mlp.down_proj"),
+];
 /// Endings of the names of buffers that some trainers send with the parameters. The model needs none of them, because
 /// its configuration determines them.
 const BUFFERS: [&str; 1] = ["rotary_emb.inv_freq"];
@@ -166,10 +180,18 @@ pub(in crate::weights) fn resolve(name: &str, parameters: &Parameters) -> Option
     Some(mapping)
 }
 
-/// All names that trainers and checkpoints may have for a parameter.
+/// All names that trainers and checkpoints may have for a parameter, or for a fused tensor that it is in.
 pub(in crate::weights) fn all_names(parameter: &str, parameters: &Parameters) -> Vec<String> {
-    let others = parameters.vision_names().map_or_else(Vec::new, |names| names.others(parameter));
-    std::iter::once(parameter.to_string()).chain(others).collect()
+    let mut names = vec![parameter.to_string()];
+    match parameters.vision_names() {
+        Some(vision) => names.extend(vision.others(parameter)),
+        None => {
+            names.extend(fused_with(parameter).map(|(block, fused, _, kind)| format!("{block}.{fused}.{kind}")));
+            let of_qwen_v1: Vec<String> = names.iter().filter_map(|name| in_qwen_v1(name)).collect();
+            names.extend(of_qwen_v1);
+        }
+    }
+    names
 }
 
 /// The parameters that a tensor of this name has, whether they serve or are ignored.
@@ -191,8 +213,41 @@ fn find(name: &str, parameters: &Parameters) -> Option<ParameterMapping> {
 pub(in crate::weights) fn canonical<'a>(name: &'a str, parameters: &Parameters) -> Cow<'a, str> {
     match parameters.vision_names() {
         Some(names) => names.renamed(name, [names.sent, names.stored]),
-        None => experts_renamed(name),
+        None => text_renamed(name),
     }
+}
+
+/// The parameter's or module's name for one that a model of text alone has.
+fn text_renamed(name: &str) -> Cow<'_, str> {
+    of_qwen_v1(name).map_or_else(|| experts_renamed(name), Cow::Owned)
+}
+
+/// The parameter's or module's name for one that Qwen v1 has; `None` for any other.
+fn of_qwen_v1(name: &str) -> Option<String> {
+    let (layers, own) = QWEN_V1_LAYERS;
+    let Some(in_layer) = name.strip_prefix(layers) else {
+        return QWEN_V1.iter().find_map(|(theirs, own)| module_renamed(name, theirs, own));
+    };
+    let (number, module) = in_layer.split_once('.')?;
+    let module = QWEN_V1_MODULES.iter().find_map(|(theirs, own)| module_renamed(module, theirs, own))?;
+    Some(format!("{own}{number}.{module}"))
+}
+
+/// The name that a parameter, or a fused tensor of several, has in Qwen v1; `None` if it has none of its own.
+fn in_qwen_v1(parameter: &str) -> Option<String> {
+    let (layers, own) = QWEN_V1_LAYERS;
+    let Some(in_layer) = parameter.strip_prefix(own) else {
+        return QWEN_V1.iter().find_map(|(theirs, own)| module_renamed(parameter, own, theirs));
+    };
+    let (number, module) = in_layer.split_once('.')?;
+    let module = QWEN_V1_MODULES.iter().find_map(|(theirs, own)| module_renamed(module, own, theirs))?;
+    Some(format!("{layers}{number}.{module}"))
+}
+
+/// `name` with the module `from` at its beginning called `to`; `None` if it begins with another.
+fn module_renamed(name: &str, from: &str, to: &str) -> Option<String> {
+    let rest = name.strip_prefix(from).filter(|rest| rest.is_empty() || rest.starts_with('.'))?;
+    Some(format!("{to}{rest}"))
 }
 
 /// The parameter's or module's name for one that Mixtral's checkpoints have.
@@ -215,7 +270,7 @@ pub(in crate::weights) struct HeadCounts {
 /// rows. One has all of them.
 pub(in crate::weights) fn stored_parameters(name: &str, counts: HeadCounts) -> Vec<(String, usize)> {
     let renamed = |names: &&VisionNames| names.renamed(name, [names.sent, names.stored]);
-    let name = VISION_NAMES.iter().map(renamed).find(|own| own != name).unwrap_or_else(|| experts_renamed(name));
+    let name = VISION_NAMES.iter().map(renamed).find(|own| own != name).unwrap_or_else(|| text_renamed(name));
     stored_together(&name, counts).unwrap_or_else(|| vec![(name.into_owned(), 1)])
 }
 
@@ -316,16 +371,20 @@ pub(in crate::weights) fn parameters_of(name: &str, parameters: &Parameters) -> 
     }
 }
 
+/// The block of the projections in the fused tensor that a parameter of this name is in, the fused tensor's module,
+/// these projections, and what it is of them: their weight or bias. `None` if it is in none.
+fn fused_with(name: &str) -> Option<(&str, &'static str, &'static [&'static str], &str)> {
+    let (module, kind) = name.rsplit_once('.')?;
+    let (block, projection) = module.rsplit_once('.')?;
+    let (fused, projections) = FUSED.iter().find(|(_, projections)| projections.contains(&projection))?;
+    Some((block, fused, projections, kind))
+}
+
 /// The other parameters that a matrix has with this one, because their projections have the same input.
 pub(in crate::weights) fn stored_with(name: &str) -> Vec<String> {
-    let of_projection = || {
-        let (module, kind) = name.rsplit_once('.')?;
-        let (block, projection) = module.rsplit_once('.')?;
-        let (_, projections) = FUSED.iter().find(|(_, projections)| projections.contains(&projection))?;
-        let others = projections.iter().filter(|other| **other != projection);
-        Some(others.map(|other| format!("{block}.{other}.{kind}")).collect())
-    };
-    of_projection().unwrap_or_default()
+    let Some((block, _, projections, kind)) = fused_with(name) else { return Vec::new() };
+    let all = projections.iter().map(|projection| format!("{block}.{projection}.{kind}"));
+    all.filter(|other| other != name).collect()
 }
 
 /// Bytes in float32 of the largest tensor that can be pushed, fused ones among them.

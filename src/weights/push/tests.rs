@@ -8,6 +8,7 @@ mod names;
 mod owners;
 mod packing;
 mod payloads;
+mod qwen_v1;
 mod segments;
 mod sources;
 mod streams;

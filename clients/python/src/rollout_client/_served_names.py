@@ -1,4 +1,4 @@
-"""The server's parameters of models that have others in a trainer's memory: with images, with experts, and Phi-3."""
+"""The server's parameters of models that have others in a trainer's memory: images or experts, Phi-3, Qwen v1."""
 
 from __future__ import annotations
 
@@ -18,7 +18,20 @@ _LAYOUTS = (
     ("mlp1.0.", "multi_modal_projector.layer_norm."),
     ("mlp1.1.", "multi_modal_projector.linear_1."),
     ("mlp1.3.", "multi_modal_projector.linear_2."),
+    ("transformer.wte.", "model.embed_tokens."),
+    ("transformer.ln_f.", "model.norm."),
+    ("transformer.h.", "model.layers."),
 )
+# Modules of a layer of Qwen v1, and the server's names for them. `c_attn` stays, and is divided.
+_QWEN_V1 = {
+    "ln_1": "input_layernorm",
+    "ln_2": "post_attention_layernorm",
+    "attn.c_attn": "self_attn.c_attn",
+    "attn.c_proj": "self_attn.o_proj",
+    "mlp.w1": "mlp.up_proj",
+    "mlp.w2": "mlp.gate_proj",
+    "mlp.c_proj": "mlp.down_proj",
+}
 # Segments of a tower parameter's name in InternVL's own code, and the server's segments for them.
 _OWN_TOWER = {
     "class_embedding": "cls_token",
@@ -36,6 +49,7 @@ _TOWERS = ("visual.", "vision_tower.")
 # Fused modules, and the projections in them, one below the other. Only towers have the first.
 _FUSED = {
     "qkv": ("q_proj", "k_proj", "v_proj"),
+    "c_attn": ("q_proj", "k_proj", "v_proj"),
     "qkv_proj": ("q_proj", "k_proj", "v_proj"),
     "gate_up_proj": ("gate_proj", "up_proj"),
 }
@@ -96,6 +110,10 @@ def _served_name(name: str) -> str:
             rest = name.removeprefix(in_memory)
             if in_memory == "vision_model.":
                 rest = ".".join(_OWN_TOWER.get(segment, segment) for segment in rest.split("."))
+            if in_memory == "transformer.h.":
+                layer, _, tensor = rest.partition(".")
+                module, _, kind = tensor.rpartition(".")
+                rest = f"{layer}.{_QWEN_V1.get(module, module)}.{kind}"
             return own + rest
     return name
 

@@ -14,6 +14,8 @@ from serving import FIXTURES, server
 
 ATTENTION = ["q_proj", "v_proj"]
 OWN_LAYOUT = "internvl3-chat"
+# Fixtures of models whose class transformers lacks.
+OWN_MODULES = (OWN_LAYOUT, "qwen_v1")
 MLP = ["gate_proj", "up_proj", "down_proj"]
 # name: (base, dtype of the adapter, LoraConfig)
 CASES = {
@@ -51,6 +53,28 @@ CASES = {
         },
     ),
     "Phi-3, DoRA": ("phi3", torch.float32, {"r": 4, "use_dora": True, "target_modules": ["qkv_proj", "gate_up_proj"]}),
+    "Qwen v1, default targets of its recipes": (
+        "qwen_v1",
+        torch.float32,
+        {"r": 4, "target_modules": ["c_attn", "attn.c_proj", "w1", "w2"], "modules_to_save": ["wte", "lm_head"]},
+    ),
+    "Qwen v1, patterns in bfloat16": (
+        "qwen_v1",
+        torch.bfloat16,
+        {
+            "r": 4,
+            "target_modules": ["c_attn", "c_proj", "w1"],
+            "rank_pattern": {"attn.c_proj": 2},
+            "alpha_pattern": {"c_attn": 3},
+        },
+    ),
+    "Qwen v1, DoRA": ("qwen_v1", torch.float32, {"r": 4, "use_dora": True, "target_modules": ["c_attn", "mlp.c_proj"]}),
+    "Qwen v1, fused projections saved": (
+        "qwen_v1",
+        torch.float32,
+        {"r": 4, "target_modules": ["w2"], "modules_to_save": ["c_attn"], "bias": "none"},
+    ),
+    "Qwen v1, biases": ("qwen_v1", torch.float32, {"r": 4, "target_modules": ["c_attn"], "bias": "lora_only"}),
     "SmolLM3, all linear": ("smollm3", torch.float32, {"r": 4, "target_modules": "all-linear"}),
     "all linear, tower and decoder": ("qwen2_5_vl", torch.float32, {"r": 4, "target_modules": "all-linear"}),
     "tower alone": ("qwen2_5_vl", torch.bfloat16, {"r": 2, "target_modules": ["qkv", "merger.mlp.0"]}),
@@ -100,14 +124,14 @@ def own_modules(directory, dtype):
 
 def loaded(base, dtype):
     """A fixture as its trainers load it."""
-    if base == OWN_LAYOUT:
+    if base in OWN_MODULES:
         return own_modules(FIXTURES / base, dtype)
     return VISION.get(base, transformers.AutoModelForCausalLM).from_pretrained(FIXTURES / base, dtype=dtype)
 
 
 def adapted(base, adapter_dtype, config, dtype, seed):
     """A model with adapters of random values; PEFT's own start is the base itself."""
-    task = None if base == OWN_LAYOUT else "CAUSAL_LM"
+    task = None if base in OWN_MODULES else "CAUSAL_LM"
     model = peft.get_peft_model(loaded(base, dtype), peft.LoraConfig(lora_alpha=12, task_type=task, **config))
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():

@@ -49,8 +49,8 @@ fn answer(mut stream: TcpStream, files: &BTreeMap<&'static str, Vec<u8>>) {
     let _ = stream.write_all(head.as_bytes()).and_then(|()| stream.write_all(&body));
 }
 
-fn fixture_files(names: &[&'static str]) -> BTreeMap<&'static str, Vec<u8>> {
-    let dir = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures/mistral");
+fn fixture_files(model: &str, names: &[&'static str]) -> BTreeMap<&'static str, Vec<u8>> {
+    let dir = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures").join(model);
     names.iter().map(|&name| (name, std::fs::read(dir.join(name)).unwrap())).collect()
 }
 
@@ -71,7 +71,7 @@ fn downloads_a_revision_once_and_needs_no_hub_for_what_is_cached() {
         "tokenizer.json",
         "tokenizer_config.json",
     ];
-    let mut files = fixture_files(&names);
+    let mut files = fixture_files("mistral", &names);
     files.insert("README.md", b"not needed".to_vec());
     let temp = tempfile::tempdir().unwrap();
     let cache = Cache::new(temp.path().to_path_buf());
@@ -90,6 +90,17 @@ fn downloads_a_revision_once_and_needs_no_hub_for_what_is_cached() {
     let refs = dir.ancestors().nth(2).unwrap().join("refs");
     std::fs::write(refs.join("v1"), SHA).unwrap();
     assert_eq!(get("http://127.0.0.1:1", &cache, "org/name").unwrap(), dir);
+}
+
+#[test]
+fn a_vocabulary_in_tiktokens_form_is_among_the_files() {
+    let files = fixture_files("qwen_v1", &["config.json", "model.safetensors", "qwen.tiktoken"]);
+    let temp = tempfile::tempdir().unwrap();
+    let cache = Cache::new(temp.path().to_path_buf());
+    let dir = get(&serve(files.clone()), &cache, "org/name").unwrap();
+    assert_eq!(std::fs::read(dir.join("qwen.tiktoken")).unwrap(), files["qwen.tiktoken"]);
+    std::fs::write(dir.ancestors().nth(2).unwrap().join("refs/v1"), SHA).unwrap();
+    assert_eq!(get("http://127.0.0.1:1", &cache, "org/name").unwrap(), dir, "the cache is whole");
 }
 
 #[test]

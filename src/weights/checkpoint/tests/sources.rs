@@ -14,6 +14,12 @@ fn every_fixture_opens_with_all_its_files() {
         assert!(tokenizer_json.exists() && tokenizer_config_json.unwrap().exists(), "{name}");
         assert_eq!(chat_template.is_some(), fixture(name).join("chat_template.jinja").exists(), "{name}");
     }
+    let files = ModelSource::parse(fixture("qwen_v1").to_str().unwrap()).unwrap().open().unwrap();
+    assert!(files.checkpoint.has("model.layers.1.self_attn.v_proj.bias"), "{:?}", files.checkpoint.names());
+    let TokenizerFiles::Tiktoken { ranks, tokenizer_config_json, chat_template } = files.tokenizer else {
+        panic!("Qwen v1 has no tokenizer.json")
+    };
+    assert!(ranks.ends_with("qwen.tiktoken") && tokenizer_config_json.unwrap().exists() && chat_template.is_none());
     let files = ModelSource::parse(fixture("llama-tied.gguf").to_str().unwrap()).unwrap().open().unwrap();
     let TokenizerFiles::Gguf(metadata) = files.tokenizer else { panic!("a GGUF file has its tokenizer inside") };
     assert_eq!(metadata["tokenizer.ggml.tokens"].to_vec().unwrap().len(), 512);
@@ -55,6 +61,12 @@ fn incomplete_directories_are_named() {
     assert!(config_error(source.open()).contains("has no tokenizer.json"));
     std::fs::write(temp.path().join("tokenizer.json"), "{}").unwrap();
     assert!(config_error(source.open()).contains("has neither model.safetensors"));
+    for pickled in ["pytorch_model.bin", "pytorch_model.bin.index.json"] {
+        std::fs::write(temp.path().join(pickled), "").unwrap();
+        let error = config_error(source.open());
+        assert!(error.contains("in pytorch_model*.bin only") && error.contains("python3 -c '"), "{error}");
+        std::fs::remove_file(temp.path().join(pickled)).unwrap();
+    }
 }
 
 #[test]
