@@ -23,8 +23,8 @@ pub use rope::{RopeConfig, RopeScaling};
 pub use vision::{TowerKind, VisionConfig};
 
 /// Everything by which Llama 3.x, Qwen v1, Qwen2/2.5, Qwen3, Mistral, SmolLM3, Phi-3, Phi-4, Qwen2-MoE, Qwen3-MoE and
-/// Mixtral differ, as flags and sizes of one decoder; and the vision towers of Qwen2.5-VL and InternVL3, whose decoders are
-/// that of Qwen2 (InternVL3.5 has Qwen3's).
+/// Mixtral differ, as flags and sizes of one decoder; and the vision towers of Qwen2.5-VL and InternVL3, whose decoders
+/// are that of Qwen2 (InternVL3.5 has Qwen3's).
 #[derive(Clone, Debug, PartialEq)]
 pub struct ModelConfig {
     pub architecture: Architecture,

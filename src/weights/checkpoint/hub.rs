@@ -42,11 +42,19 @@ fn snapshot_by(api: ApiBuilder, cache: &Cache, repo: &str, revision: &str) -> Re
         Ok(info) => info,
         Err(e) => return cached_snapshot(cache, named).ok_or_else(|| unreachable(repo, &e)),
     };
+    let listing: Vec<&str> = info.siblings.iter().map(|file| file.rfilename.as_str()).collect();
+    if safetensors::is_pickled(|file| listing.contains(&file)) {
+        return Err(Error::Config(format!(
+            "{repo} has its weights in pytorch_model*.bin only, which are not supported; download it (`hf download \
+             {repo} --local-dir DIRECTORY`), and start with --model DIRECTORY, which gives the command that converts \
+             them"
+        )));
+    }
     // All files are asked for by commit, so that a push to the branch between two downloads cannot mix two models.
     let commit = Repo::with_revision(repo.to_string(), RepoType::Model, info.sha.clone());
     let dir = cache.repo(commit.clone()).pointer_path(&info.sha);
     let api = api.repo(commit);
-    for file in wanted(info.siblings.iter().map(|s| s.rfilename.as_str())) {
+    for file in wanted(listing.into_iter()) {
         if !dir.join(file).exists() {
             api.download(file).map_err(|e| {
                 Error::Config(format!("downloading {file} of {repo} broke off ({e}); start again to resume it"))

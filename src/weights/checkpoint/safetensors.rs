@@ -210,9 +210,14 @@ impl SafetensorsCheckpoint {
     }
 }
 
+/// Whether the weights of a model with these files are in `.bin` files only.
+pub(super) fn is_pickled(has: impl Fn(&str) -> bool) -> bool {
+    PICKLED.into_iter().any(&has) && !has(SINGLE) && !has(INDEX)
+}
+
 /// The error for a directory without safetensors.
 fn no_weights(dir: &Path) -> Error {
-    let is_pickled = PICKLED.iter().any(|file| dir.join(file).exists());
+    let is_pickled = is_pickled(|file| dir.join(file).exists());
     let dir = dir.display();
     Error::Config(match is_pickled {
         true => format!(

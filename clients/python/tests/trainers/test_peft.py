@@ -72,7 +72,7 @@ CASES = {
     "Qwen v1, fused projections saved": (
         "qwen_v1",
         torch.float32,
-        {"r": 4, "target_modules": ["w2"], "modules_to_save": ["c_attn"], "bias": "none"},
+        {"r": 4, "target_modules": ["w2"], "modules_to_save": ["c_attn"]},
     ),
     "Qwen v1, biases": ("qwen_v1", torch.float32, {"r": 4, "target_modules": ["c_attn"], "bias": "lora_only"}),
     "SmolLM3, all linear": ("smollm3", torch.float32, {"r": 4, "target_modules": "all-linear"}),

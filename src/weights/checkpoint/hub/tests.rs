@@ -104,6 +104,15 @@ fn a_vocabulary_in_tiktokens_form_is_among_the_files() {
 }
 
 #[test]
+fn a_model_of_pickles_is_refused_before_any_download() {
+    let temp = tempfile::tempdir().unwrap();
+    let cache = Cache::new(temp.path().to_path_buf());
+    let files = ["config.json", "pytorch_model.bin.index.json"].map(|name| (name, Vec::new()));
+    let error = get(&serve(files.into()), &cache, "org/name").unwrap_err().to_string();
+    assert!(error.contains("`hf download org/name --local-dir DIRECTORY`"), "{error}");
+}
+
+#[test]
 fn a_single_file_is_preferred_to_shards() {
     let listing = ["config.json", "model-00001-of-00002.safetensors", "model.safetensors", "pytorch_model.bin"];
     assert_eq!(wanted(listing.into_iter()), ["config.json", "model.safetensors"]);
