@@ -90,12 +90,12 @@ pub enum Architecture {
 
 const ARCHITECTURES: [(&str, Architecture); 13] = [
     ("LlamaForCausalLM", Architecture::Llama),
-    ("QWenLMHeadModel", Architecture::QwenV1),
     ("Qwen2ForCausalLM", Architecture::Qwen2),
     ("Qwen3ForCausalLM", Architecture::Qwen3),
     ("MistralForCausalLM", Architecture::Mistral),
     ("SmolLM3ForCausalLM", Architecture::SmolLm3),
     ("Phi3ForCausalLM", Architecture::Phi3),
+    ("QWenLMHeadModel", Architecture::QwenV1),
     ("Qwen2MoeForCausalLM", Architecture::Qwen2Moe),
     ("Qwen3MoeForCausalLM", Architecture::Qwen3Moe),
     ("MixtralForCausalLM", Architecture::Mixtral),
