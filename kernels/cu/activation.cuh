@@ -2,6 +2,11 @@
 
 #pragma once
 
+// Its sum is never made one with a product, as that of `silu`.
+__device__ inline float sigmoid(float x) {
+    return 1.0f / __fadd_rn(1.0f, expf(-x));
+}
+
 // x * sigmoid(x). The sum is never made one with a product, so every kernel gets the same bits.
 __device__ inline float silu(float x) {
     return x / __fadd_rn(1.0f, expf(-x));

@@ -33,7 +33,8 @@ enum Kind {
 // `LEAVES`, the sums of `LEVELS` levels of the tree wait in registers, the others behind the stages.
 template <int BM, int BN, int WARPS_M, int WARPS_N, int STAGES, Kind KIND, int LEVELS = 3>
 struct Tile {
-    static constexpr int THREADS = 32 * WARPS_M * WARPS_N;
+    using Value = bf16;
+    static constexpr int ROWS = BM, THREADS = 32 * WARPS_M * WARPS_N;
     // Rows and columns of a warp.
     static constexpr int WM = BM / WARPS_M, WN = BN / WARPS_N;
     // Instructions of a warp along rows and columns.
@@ -74,7 +75,7 @@ struct Tile {
             : distance(COPY_ROWS * p.w_stride), half(p.n * p.w_stride), exists(0), stage(0), at(0), leaves(p.leaves),
               run(p.w_run) {
             const int row = threadIdx.x / CHUNKS, chunk = threadIdx.x % CHUNKS;
-            const int x_row = blockIdx.x * BM + row, column = blockIdx.y * COLUMNS + row;
+            const int x_row = p.row0 + row, column = blockIdx.y * COLUMNS + row;
             const int64_t first = static_cast<int64_t>(blockIdx.z) * p.leaves * p.w_run + chunk * CHUNK;
             x = static_cast<const bf16*>(p.x) + x_row * p.x_stride + first;
             w = static_cast<const bf16*>(p.w) + column * p.w_stride + first;
@@ -173,7 +174,7 @@ struct Tile {
 
     static __device__ __forceinline__ void store(const Product& p, const float (&sums)[MT * NT][4]) {
         const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-        const int row0 = blockIdx.x * BM + warp / WARPS_N * WM + lane / 4;
+        const int row0 = p.row0 + warp / WARPS_N * WM + lane / 4;
         const int column0 = blockIdx.y * COLUMNS + warp % WARPS_N * WARP_COLUMNS + lane % 4 * 2;
 #pragma unroll
         for (int i = 0; i < MT * 2; ++i) {
@@ -247,3 +248,14 @@ PRODUCT_KERNEL(bf16_32x32_gated, Tile<32, 64, 1, 4, 5, GATED>)
 PRODUCT_KERNEL(bf16_64x32_gated, Tile<64, 64, 2, 2, 4, GATED>)
 PRODUCT_KERNEL(bf16_128x64_gated, Tile<128, 128, 2, 4, 3, GATED>)
 PRODUCT_KERNEL(bf16_128x128_gated, Tile<128, 256, 2, 4, 3, GATED>)
+
+EXPERT_KERNEL(experts_bf16_16x32_leaf, Tile<16, 32, 1, 2, 8, LEAF>)
+EXPERT_KERNEL(experts_bf16_32x64_leaf, Tile<32, 64, 1, 4, 5, LEAF>)
+EXPERT_KERNEL(experts_bf16_64x64_leaf, Tile<64, 64, 2, 2, 4, LEAF>)
+EXPERT_KERNEL(experts_bf16_128x128_leaf, Tile<128, 128, 2, 4, 3, LEAF>)
+EXPERT_KERNEL(experts_bf16_128x256_leaf, Tile<128, 256, 2, 4, 3, LEAF>)
+EXPERT_KERNEL(experts_bf16_16x16_gated, Tile<16, 32, 1, 2, 8, GATED>)
+EXPERT_KERNEL(experts_bf16_32x32_gated, Tile<32, 64, 1, 4, 5, GATED>)
+EXPERT_KERNEL(experts_bf16_64x32_gated, Tile<64, 64, 2, 2, 4, GATED>)
+EXPERT_KERNEL(experts_bf16_128x64_gated, Tile<128, 128, 2, 4, 3, GATED>)
+EXPERT_KERNEL(experts_bf16_128x128_gated, Tile<128, 256, 2, 4, 3, GATED>)

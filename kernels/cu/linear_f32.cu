@@ -14,7 +14,8 @@ constexpr int FOURS = DEPTH / 4;
 // A block's share of the product: `BM` rows by `BN` columns, of which a thread sums `TM` by 4.
 template <int BM, int BN, int TM>
 struct Tile {
-    static constexpr int THREADS_N = BN / 4, THREADS = BM / TM * THREADS_N, MIN_BLOCKS = 2;
+    using Value = float;
+    static constexpr int ROWS = BM, HALVES = 1, THREADS_N = BN / 4, THREADS = BM / TM * THREADS_N, MIN_BLOCKS = 2;
     // What a thread brings to a stage: values of `x`, and fours of values of `w`.
     static constexpr int X_VALUES = BM * DEPTH / THREADS, W_FOURS = BN * FOURS / THREADS;
     static_assert(THREADS % DEPTH == 0 && BM * DEPTH % THREADS == 0, "all threads bring as many values of whole rows");
@@ -33,7 +34,7 @@ struct Tile {
 
         // Loads from `at` on in the runs of leaf number `leaf`.
         __device__ __forceinline__ void load(const Product& p, int leaf, int at) {
-            const int x_row = blockIdx.x * BM + threadIdx.x / DEPTH, x_at = at + threadIdx.x % DEPTH;
+            const int x_row = p.row0 + threadIdx.x / DEPTH, x_at = at + threadIdx.x % DEPTH;
             const float* from_x = static_cast<const float*>(p.x) + x_row * p.x_stride + leaf * p.x_run + x_at;
 #pragma unroll
             for (int i = 0; i < X_VALUES; ++i) {
@@ -83,7 +84,7 @@ struct Tile {
 
     // Writes sums, with the bias if there is one.
     static __device__ __forceinline__ void store(const Product& p, const float (&sums)[TM][4]) {
-        const int row0 = blockIdx.x * BM + threadIdx.x / THREADS_N * TM;
+        const int row0 = p.row0 + threadIdx.x / THREADS_N * TM;
         const int column0 = blockIdx.y * BN + threadIdx.x % THREADS_N * 4;
 #pragma unroll
         for (int i = 0; i < TM * 4; ++i) {
@@ -126,3 +127,6 @@ struct Tile {
 
 PRODUCT_KERNEL(f32_16x32, Tile<16, 32, 1>)
 PRODUCT_KERNEL(f32_64x64, Tile<64, 64, 4>)
+
+EXPERT_KERNEL(experts_f32_16x32, Tile<16, 32, 1>)
+EXPERT_KERNEL(experts_f32_64x64, Tile<64, 64, 4>)

@@ -3,18 +3,12 @@
 
 #include <stdint.h>
 
+#include "warp.cuh"
+
 namespace {
 
-constexpr unsigned ALL = 0xffffffff;
-constexpr int WARP = 32;
 // Threads of a block that normalises a row.
 constexpr int ROW_THREADS = 128;
-
-// The sum over the lanes of a warp, in every lane.
-__device__ float warp_sum(float x) {
-    for (int distance = WARP / 2; distance > 0; distance /= 2) x += __shfl_xor_sync(ALL, x, distance);
-    return x;
-}
 
 // The sum over a block of ROW_THREADS, in every thread. Two calls have a barrier between them.
 __device__ float row_sum(float x) {

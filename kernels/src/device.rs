@@ -151,7 +151,7 @@ impl Device {
     /// A routing of a layer's rows, with memory for all of them ([`RoutingShape::bytes`]).
     ///
     /// # Errors
-    /// [`DeviceError::Unsupported`] if the device has no operators for experts; [`DeviceError::OutOfMemory`].
+    /// [`DeviceError::OutOfMemory`].
     ///
     /// # Panics
     /// If the shape has no such experts, or the rank's experts are not an aligned run of

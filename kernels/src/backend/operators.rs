@@ -5,7 +5,6 @@ use std::ops::Range;
 
 use candle_core::{Result, Tensor};
 
-use super::storage::no_experts;
 use crate::buffer::DeviceBuffer;
 use crate::group::HostCollective;
 use crate::kv_cache::KvCache;
@@ -93,36 +92,24 @@ pub(crate) trait OpsImpl: Send {
 
     fn route(
         &self,
-        _x: &Tensor,
-        _router: &Router<'_>,
-        _forced: Option<&[u16]>,
-        _logits: &Tensor,
-        _routing: &mut Routing,
-    ) -> Result<()> {
-        Err(no_experts().into())
-    }
-    fn group_by_expert(&self, _routing: &mut Routing) -> Result<()> {
-        Err(no_experts().into())
-    }
+        x: &Tensor,
+        router: &Router<'_>,
+        forced: Option<&[u16]>,
+        logits: &Tensor,
+        routing: &mut Routing,
+    ) -> Result<()>;
+    fn group_by_expert(&self, routing: &mut Routing) -> Result<()>;
     fn expert_linear_silu_mul(
         &self,
-        _x: &Tensor,
-        _w: &Matrix,
-        _routing: &Routing,
-        _gate_up: &Tensor,
-        _out: &Tensor,
-    ) -> Result<()> {
-        Err(no_experts().into())
-    }
-    fn expert_linear(&self, _x: &Tensor, _w: &Matrix, _routing: &Routing, _out: &Tensor) -> Result<()> {
-        Err(no_experts().into())
-    }
-    fn combine(&self, _expert_out: &Tensor, _routing: &Routing, _out: &Tensor) -> Result<()> {
-        Err(no_experts().into())
-    }
-    fn add_gated(&self, _gates: &Tensor, _shared: &Tensor, _out: &Tensor) -> Result<()> {
-        Err(no_experts().into())
-    }
+        x: &Tensor,
+        w: &Matrix,
+        routing: &Routing,
+        gate_up: &Tensor,
+        out: &Tensor,
+    ) -> Result<()>;
+    fn expert_linear(&self, x: &Tensor, w: &Matrix, routing: &Routing, out: &Tensor) -> Result<()>;
+    fn combine(&self, expert_out: &Tensor, routing: &Routing, out: &Tensor) -> Result<()>;
+    fn add_gated(&self, gates: &Tensor, shared: &Tensor, out: &Tensor) -> Result<()>;
 
     fn store_rows(&self, w: &mut Matrix, rows: Range<usize>, read: &ReadRows<'_>) -> Result<()>;
     fn copy_rows(&self, from: &Matrix, rows: Range<usize>, to: &mut Matrix) -> Result<()>;

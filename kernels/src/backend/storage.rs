@@ -20,9 +20,7 @@ pub(crate) trait MemoryImpl: Send + Sync + 'static {
     /// Storage of zeros.
     fn matrix(&self, shape: MatrixShape) -> std::result::Result<Box<dyn MatrixImpl>, DeviceError>;
     fn kv_cache(&self, layout: KvLayout) -> std::result::Result<Box<dyn KvCacheImpl>, DeviceError>;
-    fn routing(&self, _: &RoutingShape) -> std::result::Result<Box<dyn RoutingImpl>, DeviceError> {
-        Err(no_experts())
-    }
+    fn routing(&self, shape: &RoutingShape) -> std::result::Result<Box<dyn RoutingImpl>, DeviceError>;
     /// `len` float32 zeros in one dimension.
     fn zeros(&self, len: usize) -> Result<Activations>;
     fn activations(&self, rows: usize, width: usize) -> Result<Activations>;
@@ -105,9 +103,4 @@ pub(crate) trait KvCacheImpl: Any + Send {
 pub(crate) trait RoutingImpl: Any + Send {
     fn read_experts(&self, entries: Range<usize>) -> Result<Vec<u16>>;
     fn read_weights(&self, entries: Range<usize>) -> Result<Vec<f32>>;
-}
-
-/// The answer of a device without the operators of mixture-of-experts layers.
-pub(crate) fn no_experts() -> DeviceError {
-    DeviceError::Unsupported("experts are not supported on this device yet".into())
 }

@@ -12,6 +12,7 @@ use super::attention::plan::MAX_PARTIAL_BYTES;
 use super::borrowed::{ARRIVING_BYTES, CudaBorrowed};
 use super::broadcast::CudaBroadcastReceiver;
 use super::context::{Context, ROUNDING_BYTES};
+use super::experts::CudaRouting;
 use super::footprint::{self, FootprintReadings};
 use super::group::{self, CudaGroup, EXCHANGE_BYTES};
 use super::kv::CudaKv;
@@ -28,11 +29,12 @@ use crate::backend::broadcast::{BroadcastReceiverImpl, IsCancelled};
 use crate::backend::device::{AttentionKernel, DeviceImpl, DeviceOptions, ModelShape};
 use crate::backend::group::GroupImpl;
 use crate::backend::operators::OpsImpl;
-use crate::backend::storage::{KvCacheImpl, MatrixImpl, MemoryImpl};
+use crate::backend::storage::{KvCacheImpl, MatrixImpl, MemoryImpl, RoutingImpl};
 use crate::borrowed::{BorrowedMemory, MemoryHandle};
 use crate::error::DeviceError;
 use crate::group::{AllReduce, GroupId, Membership};
 use crate::kv_layout::KvLayout;
+use crate::routing_shape::RoutingShape;
 use crate::weights::MatrixShape;
 
 /// Head dimensions that the attention kernel is compiled for.
@@ -254,6 +256,10 @@ impl MemoryImpl for CudaDevice {
 
     fn kv_cache(&self, layout: KvLayout) -> std::result::Result<Box<dyn KvCacheImpl>, DeviceError> {
         Ok(Box::new(CudaKv::new(&self.context, layout)?))
+    }
+
+    fn routing(&self, shape: &RoutingShape) -> std::result::Result<Box<dyn RoutingImpl>, DeviceError> {
+        Ok(Box::new(CudaRouting::new(&self.context, shape)?))
     }
 
     fn zeros(&self, len: usize) -> Result<Activations> {

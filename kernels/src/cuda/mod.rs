@@ -14,6 +14,7 @@ mod context;
 mod copy;
 mod device;
 mod digest;
+mod experts;
 mod footprint;
 mod graphs;
 mod group;

@@ -9,6 +9,7 @@ use candle_core::{Result, Tensor};
 use super::activation::Activation;
 use super::attention::PagedAttention;
 use super::context::Context;
+use super::experts::{DeviceRouter, Experts};
 use super::graphs::CudaGraphs;
 use super::host::HostSide;
 use super::kv::CudaKv;
@@ -36,6 +37,7 @@ use crate::matrix::Matrix;
 use crate::merge::Merge;
 use crate::patches::Patches;
 use crate::rotary::RotaryTables;
+use crate::routing::{Router, Routing, Scoring};
 use crate::sampling::Sampled;
 use crate::step::{AttentionShape, Padding, Step, StepInput};
 use crate::weights::{ReadRows, WriteElements};
@@ -55,6 +57,7 @@ pub(super) struct CudaOps {
     rope: Rope,
     rows: RowCopies,
     attention: PagedAttention,
+    experts: Experts,
     packer: Packer,
     merger: Merger,
     sampler: Sampler,
@@ -78,6 +81,7 @@ impl CudaOps {
             rope: Rope::load(&context)?,
             rows: RowCopies::load(&context)?,
             attention: PagedAttention::load(&context, attention)?,
+            experts: Experts::load(&context)?,
             packer: Packer::load(&context)?,
             merger: Merger::load(&context)?,
             sampler: Sampler::load(&context)?,
@@ -273,6 +277,58 @@ impl OpsImpl for CudaOps {
         let out = rows(out)?;
         assert_eq!(scale.len(), out.width, "length of the scale");
         self.rows.add_scaled(rows(x)?, pointer(scale.tensor())?, out)
+    }
+
+    fn route(
+        &self,
+        x: &Tensor,
+        router: &Router<'_>,
+        forced: Option<&[u16]>,
+        logits: &Tensor,
+        routing: &mut Routing,
+    ) -> Result<()> {
+        let bias = match router.scoring {
+            Scoring::Softmax => 0,
+            Scoring::Sigmoid { bias } => {
+                assert_eq!(bias.len(), router.gate.n(), "length of the bias");
+                pointer(bias.tensor())?
+            }
+        };
+        let Router { gate, normalise, scale, .. } = *router;
+        let router = DeviceRouter { gate: stored(gate), bias, normalise, scale };
+        self.experts.route(&self.staging, rows(x)?, &router, forced, rows(logits)?, routing)
+    }
+
+    fn group_by_expert(&self, routing: &mut Routing) -> Result<()> {
+        self.experts.group(routing)
+    }
+
+    fn expert_linear_silu_mul(
+        &self,
+        x: &Tensor,
+        w: &Matrix,
+        routing: &Routing,
+        gate_up: &Tensor,
+        out: &Tensor,
+    ) -> Result<()> {
+        if self.linear.gates(stored(w)) {
+            return self.linear.gated_of_experts(rows(x)?, stored(w), routing, rows(out)?);
+        }
+        self.linear.of_experts_by_row(rows(x)?, stored(w), routing, rows(gate_up)?)?;
+        let pairs = routing.shape().most_pairs(routing.grouped().len());
+        self.activation.silu_mul(rows(gate_up)?.first(pairs), rows(out)?.first(pairs))
+    }
+
+    fn expert_linear(&self, x: &Tensor, w: &Matrix, routing: &Routing, out: &Tensor) -> Result<()> {
+        self.linear.of_experts(rows(x)?, stored(w), routing, rows(out)?)
+    }
+
+    fn combine(&self, expert_out: &Tensor, routing: &Routing, out: &Tensor) -> Result<()> {
+        self.experts.combine(rows(expert_out)?, routing, rows(out)?)
+    }
+
+    fn add_gated(&self, gates: &Tensor, shared: &Tensor, out: &Tensor) -> Result<()> {
+        self.experts.add_gated(rows(gates)?, rows(shared)?, rows(out)?)
     }
 
     fn store_rows(&self, w: &mut Matrix, rows: Range<usize>, read: &ReadRows<'_>) -> Result<()> {

@@ -22,6 +22,11 @@ pub(super) struct TensorRows {
 }
 
 impl TensorRows {
+    /// The first `rows` rows.
+    pub fn first(self, rows: usize) -> Self {
+        Self { rows, ..self }
+    }
+
     /// The rows from `first` on.
     pub fn rows_from(self, first: usize) -> Self {
         let values = first * self.stride;

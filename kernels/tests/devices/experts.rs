@@ -1,8 +1,4 @@
-//! The operators of mixture-of-experts layers, on every device that has them.
-
-#[expect(unused, reason = "no test is left out as a whole")]
-#[path = "../../src/cpu/testing/require.rs"]
-mod require;
+//! The operators of mixture-of-experts layers, on every device.
 
 use std::ops::Range;
 
@@ -11,19 +7,8 @@ use rollout_kernels::{
 };
 
 use super::common::{Random, Rank, close, devices, reference, values_of};
-use require::left_out;
 
 const DTYPES: [StorageDtype; 2] = [StorageDtype::Bf16, StorageDtype::F32];
-
-/// The devices that have these operators; the others say that they do not.
-fn with_experts() -> Vec<Rank> {
-    let shape = RoutingShape { rows: 1, experts: 2, top_k: 1, local: 0..2 };
-    let has_experts = |rank: &Rank| match rank.device.routing(shape.clone()) {
-        Ok(_) => true,
-        Err(error) => left_out("ROLLOUT_REQUIRE_EXPERTS", &format!("{}: {error}", rank.name())),
-    };
-    devices().into_iter().filter(has_experts).collect()
-}
 
 fn matrix(rank: &Rank, dtype: StorageDtype, k: usize, weights: &[f32]) -> Matrix {
     let mut matrix = rank.device.zeros(MatrixShape { dtype, n: weights.len() / k, k, leaves: 1 }).unwrap();
@@ -136,7 +121,7 @@ fn routers_and_products_of_experts_are_those_of_the_reference() {
         let expected = layer.route(&reference, all.clone(), None);
         let experts = expected.read_experts(0..layer.rows).unwrap();
         let h = random.normals(layer.rows * layer.top_k * layer.width, 1.0);
-        for rank in with_experts() {
+        for rank in devices() {
             let found = layer.route(&rank, all.clone(), None);
             assert_eq!(found.read_experts(0..layer.rows).unwrap(), experts, "{} seed {seed}", rank.name());
             let weights = [&found, &expected].map(|routing| routing.read_weights(0..layer.rows).unwrap());
@@ -163,7 +148,7 @@ fn a_block_is_that_of_the_reference_in_any_chunks_and_on_any_ranks() {
     for seed in 0..16 {
         let layer = Layer { dtype: StorageDtype::F32, ..Layer::new(seed) };
         let expected = layer.block(&reference, 0..layer.experts, layer.rows);
-        for rank in with_experts() {
+        for rank in devices() {
             let whole = layer.block(&rank, 0..layer.experts, layer.rows);
             for (found, expected) in whole.iter().zip(&expected) {
                 close(*found, *expected, 2e-5, rank.name());
@@ -189,7 +174,7 @@ fn a_pair_has_the_bits_of_a_linear_layer_of_its_expert_alone() {
     for seed in 0..8 {
         let layer = Layer::new(seed);
         let h = Random::new(seed).normals(layer.rows * layer.top_k * layer.width, 1.0);
-        for rank in with_experts() {
+        for rank in devices() {
             let mut routing = layer.route(&rank, 0..layer.experts, None);
             let [gated, out] = layer.products(&rank, &mut routing, 0..layer.rows, &layer.x, &h);
             let experts = routing.read_experts(0..layer.rows).unwrap();
@@ -227,12 +212,12 @@ fn widths_of_half_panels_pass_through_gate_up_and_others_are_refused() {
         layer.gate_up = random.normals(layer.experts * 2 * layer.width * layer.hidden, 0.2);
         layer.down = random.normals(layer.experts * layer.hidden * layer.width, 0.2);
         let expected = layer.block(&reference, 0..layer.experts, layer.rows);
-        for rank in with_experts() {
+        for rank in devices() {
             let found = layer.block(&rank, 0..layer.experts, layer.rows);
             found.iter().zip(&expected).for_each(|(found, expected)| close(*found, *expected, 2e-5, rank.name()));
         }
     }
-    for rank in with_experts().into_iter().filter(|rank| rank.name() != "cuda") {
+    for rank in devices().into_iter().filter(|rank| rank.name() != "cuda") {
         let layer = Layer::new(0);
         let mut routing = layer.route(&rank, 0..layer.experts, None);
         rank.ops.group_by_expert(&mut routing, 0..layer.rows).unwrap();
@@ -256,8 +241,131 @@ fn gated_shared_experts_are_those_of_the_reference() {
             values_of(&out)
         };
         let expected = run(&reference);
-        for rank in with_experts() {
+        for rank in devices() {
             run(&rank).iter().zip(&expected).for_each(|(found, expected)| close(*found, *expected, 1e-6, rank.name()));
+        }
+    }
+}
+
+#[test]
+fn logits_that_are_not_finite_make_the_weights_of_their_row_nan_and_no_others() {
+    for seed in 0..8 {
+        let mut layer = Layer { rows: 9, ..Layer::new(seed) };
+        let (mut random, top_k) = (Random::new(seed), layer.top_k);
+        layer.x = random.normals(layer.rows * layer.hidden, 1.0);
+        let finite = layer.x.clone();
+        for (row, value) in [f32::NAN, f32::INFINITY, f32::NEG_INFINITY, f32::MAX].into_iter().enumerate() {
+            layer.x[2 * row * layer.hidden + random.below(layer.hidden)] = value;
+        }
+        // The product with the largest float is infinite for this expert.
+        layer.gate[5 * layer.hidden..6 * layer.hidden].fill(4.0);
+        let last: Vec<u16> = (layer.experts as u16 - top_k as u16..layer.experts as u16).collect();
+        for rank in devices() {
+            let all = 0..layer.experts;
+            let found = layer.route(&rank, all.clone(), None);
+            let forced = layer.route(&rank, all.clone(), Some(&last.repeat(layer.rows)));
+            let others = Layer { x: finite.clone(), ..Layer::new(seed) };
+            let others = Layer { rows: 9, gate: layer.gate.clone(), ..others }.route(&rank, all, None);
+            for row in 0..layer.rows {
+                let (is_broken, rows) = (row % 2 == 0 && row < 8, row..row + 1);
+                let [weights, of_forced, expected] =
+                    [&found, &forced, &others].map(|routing| routing.read_weights(rows.clone()).unwrap());
+                for weights in [&weights, &of_forced] {
+                    assert_eq!(weights.iter().all(|w| w.is_nan()), is_broken, "{} seed {seed}: {row}", rank.name());
+                }
+                let [experts, of_forced] = [&found, &forced].map(|routing| routing.read_experts(rows.clone()).unwrap());
+                if is_broken {
+                    assert_eq!(experts, (0..top_k as u16).collect::<Vec<_>>(), "{} seed {seed}: {row}", rank.name());
+                    assert_eq!(of_forced, last, "{} seed {seed}: {row}", rank.name());
+                } else {
+                    assert!(bits(&weights) == bits(&expected), "{} seed {seed}: {row}", rank.name());
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn of_equal_scores_the_lower_number_is_chosen() {
+    let reference = reference();
+    for seed in 0..8 {
+        let (mut layer, mut random) = (Layer::new(seed), Random::new(seed));
+        let twins: Vec<usize> = (0..layer.experts).map(|_| random.below(layer.experts.div_ceil(3))).collect();
+        let (base, hidden) = (layer.gate.clone(), layer.hidden);
+        for (gate, twin) in layer.gate.chunks_mut(hidden).zip(&twins) {
+            gate.copy_from_slice(&base[twin * hidden..][..hidden]);
+        }
+        layer.bias = layer.bias.map(|bias| twins.iter().map(|twin| bias[*twin]).collect());
+        let routed = |rank: &Rank| layer.route(rank, 0..layer.experts, None).read_experts(0..layer.rows).unwrap();
+        let expected = routed(&reference);
+        for rank in devices() {
+            assert_eq!(routed(&rank), expected, "{} seed {seed}", rank.name());
+        }
+    }
+}
+
+#[test]
+fn rows_are_routed_alone_and_replayed_with_the_bits_of_the_batch() {
+    for seed in 0..8 {
+        let (mut layer, mut random) = (Layer { rows: 70, ..Layer::new(seed) }, Random::new(seed));
+        let (all, top_k) = (0..layer.experts, layer.top_k);
+        layer.x = random.normals(layer.rows * layer.hidden, 1.0);
+        for rank in devices() {
+            let batch = layer.route(&rank, all.clone(), None);
+            let experts = batch.read_experts(0..70).unwrap();
+            let weights = bits(&batch.read_weights(0..70).unwrap());
+            // Some rows are forced to the experts that they chose, in any order.
+            let mut forced = experts.clone();
+            for row in forced.chunks_mut(top_k) {
+                random.shuffle(row);
+                if random.below(3) == 0 {
+                    row.fill(NOT_FORCED);
+                }
+            }
+            let replayed = layer.route(&rank, all.clone(), Some(&forced));
+            assert_eq!(replayed.read_experts(0..70).unwrap(), experts, "{} seed {seed}", rank.name());
+            assert!(bits(&replayed.read_weights(0..70).unwrap()) == weights, "{} seed {seed}", rank.name());
+            for row in [0, 33, 69] {
+                let x = layer.x[row * layer.hidden..][..layer.hidden].to_vec();
+                let alone =
+                    Layer { rows: 1, x, gate: layer.gate.clone(), bias: layer.bias.clone(), ..Layer::new(seed) };
+                let alone = alone.route(&rank, all.clone(), None);
+                let entries = row * top_k..(row + 1) * top_k;
+                assert_eq!(alone.read_experts(0..1).unwrap(), experts[entries.clone()], "{} {row}", rank.name());
+                assert!(bits(&alone.read_weights(0..1).unwrap()) == weights[entries], "{} {row}", rank.name());
+            }
+        }
+    }
+}
+
+#[test]
+fn sums_over_experts_have_the_documented_order() {
+    for seed in 0..8 {
+        let (layer, mut random) = (Layer::new(seed), Random::new(seed));
+        let (all, rows, top_k, width) = (0..layer.experts, layer.rows, layer.top_k, 300);
+        let outputs = random.normals(rows * top_k * width, 1.0);
+        let groups = expert_groups(layer.experts);
+        for rank in devices() {
+            let mut routing = layer.route(&rank, all.clone(), None);
+            rank.ops.group_by_expert(&mut routing, 0..rows).unwrap();
+            let out = rank.zeros(rows, width);
+            rank.ops.combine(&rank.tensor(&outputs, rows * top_k, width), &routing, &out).unwrap();
+            let (experts, weights) = (routing.read_experts(0..rows).unwrap(), routing.read_weights(0..rows).unwrap());
+            let mut sums = vec![vec![0.0f32; rows * width]; groups];
+            let of_expert = |expert: usize| {
+                (0..rows * top_k).filter(|entry| usize::from(experts[*entry]) == expert).collect::<Vec<_>>()
+            };
+            for (pair, entry) in all.clone().flat_map(of_expert).enumerate() {
+                let group = usize::from(experts[entry]) / (layer.experts / groups);
+                let sum = &mut sums[group][entry / top_k * width..][..width];
+                let output = &outputs[pair * width..][..width];
+                sum.iter_mut().zip(output).for_each(|(sum, output)| *sum += weights[entry] * output);
+            }
+            while sums.len() > 1 {
+                let add = |pair: &[Vec<f32>]| pair[0].iter().zip(&pair[1]).map(|(a, b)| a + b).collect();
+                sums = sums.chunks(2).map(add).collect();
+            }
+            assert!(bits(&values_of(&out)) == bits(&sums[0]), "{} seed {seed}", rank.name());
         }
     }
 }
@@ -285,7 +393,7 @@ fn what_is_not_routed_cannot_be_read_or_forced() {
 #[test]
 fn a_run_without_rows_computes_nothing() {
     let layer = Layer::new(2);
-    for rank in with_experts() {
+    for rank in devices() {
         let mut routing = layer.route(&rank, 0..layer.experts, None);
         rank.ops.group_by_expert(&mut routing, 0..0).unwrap();
         let [x, out] = [1.0, 7.0].map(|value| rank.tensor(&vec![value; layer.x.len()], layer.rows, layer.hidden));

@@ -3,6 +3,7 @@
 //! The input of a bfloat16 layer is rounded and packed as the weights are; then blocks of `cu/linear_bf16.cu` or
 //! `cu/linear_f32.cu` each sum some leaves of a tile of the output, which `add_parts` adds where there are several.
 
+mod experts;
 pub(super) mod plan;
 #[cfg(test)]
 mod tests;
@@ -34,9 +35,13 @@ pub(super) struct Gemm {
     context: Arc<Context>,
     limits: GemmLimits,
     pack: CudaFunction,
+    pack_pairs: CudaFunction,
+    gather_pairs: CudaFunction,
     add_parts: CudaFunction,
     /// Those of [`TILES`].
     products: Vec<CudaFunction>,
+    /// Those of experts, for each of [`TILES`] that they have.
+    expert_products: Vec<Option<CudaFunction>>,
     /// The input as bfloat16.
     packed: DeviceScratch,
     /// Sums of some leaves each, `[splits, m, n]`.
@@ -59,21 +64,27 @@ impl Gemm {
         let load = |binary| Module::load(context.stream.context(), binary);
         let common = load(fat_binary!("linear"))?;
         let (of_bf16, of_f32) = (load(fat_binary!("linear_bf16"))?, load(fat_binary!("linear_f32"))?);
-        let product = |tile: &GemmTile| {
+        let product = |tile: &GemmTile, kernel: &str| {
             let module = if tile.dtype == StorageDtype::Bf16 { &of_bf16 } else { &of_f32 };
-            let function = module.function(tile.kernel)?;
+            let function = module.function(kernel)?;
             let shared = sys::CUfunction_attribute_enum::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES;
             if limits.fit(tile) {
                 function.set_attribute(shared, tile.shared as i32).w()?;
             }
             Ok(function)
         };
+        let of_experts = |tile: &GemmTile| {
+            tile.is_of_experts().then(|| product(tile, &format!("experts_{}", tile.kernel))).transpose()
+        };
         Ok(Self {
             context: context.clone(),
             limits,
             pack: common.function("pack_bf16")?,
+            pack_pairs: common.function("pack_pairs_bf16")?,
+            gather_pairs: common.function("gather_pairs")?,
             add_parts: common.function("add_parts")?,
-            products: TILES.iter().map(product).collect::<Result<_>>()?,
+            products: TILES.iter().map(|tile| product(tile, tile.kernel)).collect::<Result<_>>()?,
+            expert_products: TILES.iter().map(of_experts).collect::<Result<_>>()?,
             packed: DeviceScratch::new(context),
             parts: DeviceScratch::new(context),
         })

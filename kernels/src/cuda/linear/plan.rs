@@ -140,24 +140,82 @@ impl GemmPlan {
     }
 }
 
+/// The size of the products of a rank's experts.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct ExpertsSize {
+    pub dtype: StorageDtype,
+    /// Experts of the rank.
+    pub experts: usize,
+    /// The most pairs of a row and one of them.
+    pub pairs: usize,
+    /// Rows of an expert if all are chosen equally often.
+    pub rows: usize,
+    /// Columns of the output.
+    pub n: usize,
+    pub is_gated: bool,
+}
+
+impl ExpertsSize {
+    /// The most tiles that the pairs fill along the rows, each of them of one expert.
+    pub fn tiles(self, tile: &GemmTile) -> usize {
+        (self.pairs + self.experts.min(self.pairs) * (tile.rows - 1)) / tile.rows
+    }
+
+    /// The fastest of [`TILES`] for a device.
+    pub fn tile(self, limits: GemmLimits) -> usize {
+        let blocks = |tile: &GemmTile| self.tiles(tile) * self.n.div_ceil(tile.columns);
+        largest_of_kind(self.dtype, self.kind(), self.rows, limits, blocks)
+    }
+
+    fn kind(self) -> GemmKind {
+        if self.is_gated { GemmKind::Gated } else { GemmKind::Leaf }
+    }
+
+    /// All of [`TILES`] that a device can take.
+    #[cfg(test)]
+    pub fn all(self, limits: GemmLimits) -> Vec<usize> {
+        let fits = |tile: &GemmTile| limits.fit(tile) && tile.is_of(self.dtype, self.kind());
+        (0..TILES.len()).filter(|i| fits(&TILES[*i])).collect()
+    }
+}
+
+impl GemmTile {
+    /// Whether its blocks compute this kind of outputs: those of float32 compute any that is not gated.
+    fn is_of(&self, dtype: StorageDtype, kind: GemmKind) -> bool {
+        self.dtype == dtype && (dtype == StorageDtype::F32 || self.kind == kind)
+    }
+
+    /// Whether experts have it too: a rank has the whole of each of their sums, which is of one leaf.
+    pub fn is_of_experts(&self) -> bool {
+        self.dtype == StorageDtype::F32 || self.kind != GemmKind::Leaves
+    }
+}
+
 impl GemmLimits {
     pub fn fit(self, tile: &GemmTile) -> bool {
         tile.shared <= self.shared
     }
 }
 
-/// The largest tile of which no more than half is outside the product and that keeps all multiprocessors busy, or else
-/// the smallest: a large one reads less, a small one makes more blocks. Blocks sum this many leaves.
+/// The largest tile for blocks that sum this many leaves.
 fn largest_tile(size: GemmSize, leaves: usize, limits: GemmLimits) -> usize {
-    let is_of_kind = |tile: &GemmTile| match size.dtype {
-        StorageDtype::Bf16 => tile.kind == size.kind(leaves),
-        StorageDtype::F32 => true,
-    };
+    largest_of_kind(size.dtype, size.kind(leaves), size.m, limits, |tile| size.blocks(tile) * size.leaves)
+}
+
+/// The largest tile of which no more than half is outside the `rows` of a product and that keeps all multiprocessors
+/// busy, or else the smallest: a large one reads less, a small one makes more blocks.
+fn largest_of_kind(
+    dtype: StorageDtype,
+    kind: GemmKind,
+    rows: usize,
+    limits: GemmLimits,
+    blocks: impl Fn(&GemmTile) -> usize,
+) -> usize {
     let is_busy = |i: &usize| {
         let tile = &TILES[*i];
-        limits.fit(tile) && tile.rows < 2 * size.m && size.blocks(tile) * size.leaves >= limits.processors
+        limits.fit(tile) && tile.rows < 2 * rows && blocks(tile) >= limits.processors
     };
-    let mut tiles = (0..TILES.len()).filter(|i| TILES[*i].dtype == size.dtype && is_of_kind(&TILES[*i]));
+    let mut tiles = (0..TILES.len()).filter(|i| TILES[*i].is_of(dtype, kind));
     let smallest = tiles.next().expect("each type and kind has a tile");
     tiles.rfind(is_busy).unwrap_or(smallest)
 }

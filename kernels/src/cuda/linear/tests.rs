@@ -2,11 +2,15 @@
 
 use std::sync::Arc;
 
+use super::plan::ExpertsSize;
 use super::*;
 use crate::backend::storage::MatrixImpl;
 use crate::cpu::testing::Random;
 use crate::cuda::activation::Activation;
 use crate::cuda::arena::ArenaAllocation;
+use crate::cuda::experts::{CudaRouting, Experts};
+use crate::routing::Routing;
+use crate::routing_shape::RoutingShape;
 use crate::values::TensorView;
 
 const DTYPES: [StorageDtype; 2] = [StorageDtype::Bf16, StorageDtype::F32];
@@ -112,6 +116,81 @@ fn every_gated_plan_gives_the_bits_of_the_two_steps() {
             assert!(device.product(plan, &x, &w, &bias, n) == expected, "seed {seed}: {plan:?}");
         }
     }
+}
+
+/// A routing of rows that take these experts, all of them grouped.
+fn routing(device: &Device, shape: RoutingShape, chosen: &[u16]) -> Routing {
+    let storage = CudaRouting::new(&device.context, &shape).unwrap();
+    device.context.copies.write(storage.experts(), chosen).unwrap();
+    let rows = shape.rows;
+    let mut routing = Routing::new(shape, Box::new(storage));
+    routing.set_routed(rows);
+    routing.set_grouped(0..rows);
+    Experts::load(&device.context).unwrap().group(&routing).unwrap();
+    routing
+}
+
+#[test]
+fn every_tile_of_experts_gives_the_bits_of_a_product_of_the_expert_alone() {
+    let device = Device::open();
+    // Rows, experts, and how many each takes: few, many for one tile, and experts for several rounds of a warp.
+    for (seed, (rows, experts, top_k)) in [(1, 8, 2), (300, 4, 2), (40, 70, 3)].into_iter().enumerate() {
+        let (mut random, n, k) = (Random::new(seed as u64), 33, 40);
+        let mut numbers: Vec<u16> = (0..experts as u16).collect();
+        let mut choose = || {
+            random.shuffle(&mut numbers);
+            // Experts that no row takes are between others.
+            numbers.iter().copied().filter(|expert| expert % 3 != 1).take(top_k).collect::<Vec<_>>()
+        };
+        let chosen: Vec<u16> = (0..rows).flat_map(|_| choose()).collect();
+        let shape = RoutingShape { rows, experts, top_k, local: 0..experts };
+        let routing = routing(&device, shape, &chosen);
+        let mut pairs: Vec<usize> = (0..chosen.len()).collect();
+        pairs.sort_by_key(|entry| chosen[*entry]);
+        let x = random.normals(pairs.len() * k, 1.0);
+        let x = device.rows(&x, k, k);
+        for (dtype, is_gated) in [(DTYPES[0], false), (DTYPES[0], true), (DTYPES[1], false)] {
+            let part = if is_gated { 2 * n } else { n };
+            let weights = random.normals(experts * part * k, 0.5);
+            let w = device.matrix(MatrixShape { dtype, n: experts * part, k, leaves: 1 }, &weights);
+            let mut expected = Vec::new();
+            for (expert, weights) in weights.chunks_exact(part * k).enumerate() {
+                let count = pairs.iter().filter(|i| usize::from(chosen[**i]) == expert).count();
+                let first = expected.len() / n;
+                let input = TensorRows { rows: count, ..x.rows.rows_from(first) };
+                let out = device.rows(&vec![f32::NAN; count * n], n, n);
+                let w = device.matrix(MatrixShape { dtype, n: part, k, leaves: 1 }, weights);
+                if is_gated {
+                    device.linear.gated(input, &w, 0, out.rows).unwrap();
+                } else {
+                    device.linear.product(input, &w, 0, out.rows).unwrap();
+                }
+                expected.extend(device.bits(&out));
+            }
+            let size = ExpertsSize { dtype, experts, pairs: pairs.len(), rows: 1, n, is_gated };
+            let tiles = size.all(device.linear.limits);
+            assert!(tiles.len() > 1, "{tiles:?}");
+            for tile in tiles {
+                let out = device.rows(&vec![f32::NAN; pairs.len() * n], n, n);
+                let input = device.linear.pairs(x.rows, 0, &w, &routing, pairs.len()).unwrap();
+                device.linear.multiply_pairs(tile, size, &input, &w, &routing, out.rows).unwrap();
+                assert!(device.bits(&out) == expected, "seed {seed}: {}", TILES[tile].kernel);
+            }
+        }
+    }
+}
+
+#[test]
+fn experts_have_as_many_tiles_as_their_pairs_can_fill() {
+    let tiles = |experts, pairs, kernel: &str| {
+        let size = ExpertsSize { dtype: StorageDtype::Bf16, experts, pairs, rows: 1, n: 1, is_gated: false };
+        size.tiles(TILES.iter().find(|tile| tile.kernel == kernel).unwrap())
+    };
+    // One pair each; seven of one pair, and one of the other 25; as many as are not whole.
+    assert_eq!(tiles(128, 8, "bf16_16x32_leaf"), 8);
+    assert_eq!(tiles(8, 32, "bf16_16x32_leaf"), 7 + 25usize.div_ceil(16));
+    assert_eq!(tiles(128, 4096, "bf16_32x64_leaf"), 252);
+    assert_eq!(tiles(32, 0, "bf16_32x64_leaf"), 0);
 }
 
 #[test]
