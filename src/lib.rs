@@ -115,7 +115,7 @@
 //! 2. [`model`] never mentions a rank number, a device, LoRA or a file format. Tensor parallelism is in the layers'
 //!    [`weights::ShardRule`]s and the [`comm::Communicator`].
 //! 3. One text for every decoder family: Llama, Qwen v1, Qwen2, Qwen3, Mistral, SmolLM3 and Phi-3, and Qwen2-MoE,
-//!    Qwen3-MoE and Mixtral with experts, differ by configuration, not by files.
+//!    Qwen3-MoE, Mixtral and GLM-4.5 with experts, differ by configuration, not by files.
 //! 4. A parameter is named and carries its own shard rule; every way to set it goes through `ShardRule::slice`.
 //! 5. No lock, static or global holds serving state: the engine thread owns all of it. Only [`config`] reads the
 //!    environment.

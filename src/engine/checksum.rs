@@ -105,7 +105,7 @@ impl Checksums {
         let parameters = core.parameters.clone();
         let spec = parameters.iter().nth(index).expect("its index was found among them");
         let (rows, columns) = matrix_shape(&spec.shape);
-        let row_bytes = columns * parameters.dtype().size();
+        let row_bytes = columns * spec.dtype(parameters.dtype()).size();
         let end = rows.min(checksum.rows + (PIECE_BYTES / row_bytes.max(1)).max(1));
         let piece = core.executor.read(spec, checksum.rows..end);
         match piece {

@@ -410,7 +410,9 @@ fn apply_packed<X: Executor>(core: &mut EngineCore<X>, shadow: ShadowWeights) ->
 /// Gives the parameters that a FULL push keeps their base, without the adapter that is merged into them.
 fn restore_kept<X: Executor>(core: &mut EngineCore<X>, kept: &HashSet<String>) -> Attempt<()> {
     let merged = core.policy.merged();
-    if !kept.is_empty() && !core.state.has_policy() {
+    // Buffers keep their values.
+    let keeps_weights = core.parameters.iter().any(|spec| !spec.is_buffer && kept.contains(&spec.name));
+    if keeps_weights && !core.state.has_policy() {
         let why = "keep_missing: the weights are missing, so there are none to keep; push every parameter";
         return Err(Failure::Refused(Error::FailedPrecondition(why.into())));
     }

@@ -18,13 +18,13 @@ use crate::types::TokenId;
 use crate::weights::{Dtype, ModelFiles, head_range, padded_share};
 
 use decoder::{DecoderKind, LayerFields};
-pub use experts::ExpertsConfig;
+pub use experts::{ExpertsConfig, SharedExpertConfig};
 pub use rope::{RopeConfig, RopeScaling};
 pub use vision::{TowerKind, VisionConfig};
 
-/// Everything by which Llama 3.x, Qwen v1, Qwen2/2.5, Qwen3, Mistral, SmolLM3, Phi-3, Phi-4, Qwen2-MoE, Qwen3-MoE and
-/// Mixtral differ, as flags and sizes of one decoder; and the vision towers of Qwen2.5-VL and InternVL3, whose decoders
-/// are that of Qwen2 (InternVL3.5 has Qwen3's).
+/// Everything by which Llama 3.x, Qwen v1, Qwen2/2.5, Qwen3, Mistral, SmolLM3, Phi-3, Phi-4, Qwen2-MoE, Qwen3-MoE,
+/// Mixtral and GLM-4.5 differ, as flags and sizes of one decoder; and the vision towers of Qwen2.5-VL and InternVL3,
+/// whose decoders are that of Qwen2 (InternVL3.5 has Qwen3's).
 #[derive(Clone, Debug, PartialEq)]
 pub struct ModelConfig {
     pub architecture: Architecture,
@@ -81,6 +81,8 @@ pub enum Architecture {
     Qwen2Moe,
     Qwen3Moe,
     Mixtral,
+    /// GLM-4.5, and models of its shape such as INTELLECT-3.
+    Glm4Moe,
     Qwen25Vl,
     /// InternVL3 as transformers has it.
     InternVl,
@@ -88,7 +90,7 @@ pub enum Architecture {
     InternVlChat,
 }
 
-const ARCHITECTURES: [(&str, Architecture); 13] = [
+const ARCHITECTURES: [(&str, Architecture); 14] = [
     ("LlamaForCausalLM", Architecture::Llama),
     ("Qwen2ForCausalLM", Architecture::Qwen2),
     ("Qwen3ForCausalLM", Architecture::Qwen3),
@@ -99,6 +101,7 @@ const ARCHITECTURES: [(&str, Architecture); 13] = [
     ("Qwen2MoeForCausalLM", Architecture::Qwen2Moe),
     ("Qwen3MoeForCausalLM", Architecture::Qwen3Moe),
     ("MixtralForCausalLM", Architecture::Mixtral),
+    ("Glm4MoeForCausalLM", Architecture::Glm4Moe),
     ("Qwen2_5_VLForConditionalGeneration", Architecture::Qwen25Vl),
     ("InternVLForConditionalGeneration", Architecture::InternVl),
     ("InternVLChatModel", Architecture::InternVlChat),
@@ -162,8 +165,8 @@ impl ModelConfig {
             (None, DecoderKind::Qwen3) => 128,
             (None, _) => raw.hidden_size.checked_div(num_heads).unwrap_or(0),
         };
-        let rotary_dim = rope::rotary_dim(config, head_dim)?;
-        if rotary_dim != head_dim && decoder != DecoderKind::Phi3 {
+        let rotary_dim = rope::rotary_dim(config, head_dim, if decoder == DecoderKind::Glm4Moe { 0.5 } else { 1.0 })?;
+        if rotary_dim != head_dim && !matches!(decoder, DecoderKind::Phi3 | DecoderKind::Glm4Moe) {
             return Err(bad(format!(
                 "config.json: partial_rotary_factor makes {rotary_dim} of the {head_dim} dimensions of a head rotate, \
                  which is not supported for {name}"
@@ -187,19 +190,20 @@ impl ModelConfig {
             tie_word_embeddings: raw.tie_word_embeddings.unwrap_or(decoder == DecoderKind::SmolLm3),
             qkv_bias: match decoder {
                 DecoderKind::Qwen2 => raw.qkv_bias.unwrap_or(true),
-                DecoderKind::Llama | DecoderKind::Qwen3 | DecoderKind::Qwen3Moe | DecoderKind::SmolLm3 => {
-                    attention_bias
-                }
                 DecoderKind::Mistral | DecoderKind::Mixtral | DecoderKind::Phi3 => false,
+                _ => attention_bias,
             },
             o_bias: match decoder {
                 DecoderKind::Llama | DecoderKind::Qwen3 | DecoderKind::Qwen3Moe | DecoderKind::SmolLm3 => {
                     attention_bias
                 }
-                DecoderKind::Qwen2 | DecoderKind::Mistral | DecoderKind::Mixtral | DecoderKind::Phi3 => false,
+                _ => false,
             },
             mlp_bias: matches!(decoder, DecoderKind::Llama | DecoderKind::SmolLm3) && raw.mlp_bias.unwrap_or(false),
-            qk_norm: matches!(decoder, DecoderKind::Qwen3 | DecoderKind::Qwen3Moe),
+            qk_norm: match decoder {
+                DecoderKind::Glm4Moe => raw.use_qk_norm.unwrap_or(false),
+                _ => matches!(decoder, DecoderKind::Qwen3 | DecoderKind::Qwen3Moe),
+            },
             has_rope: layers.has_rope(decoder)?,
             sliding_window: layers.sliding_windows(config, decoder)?,
             eos_token_ids: generation.eos_token_id.or(raw.tokens.eos_token_id).map_or_else(Vec::new, OneOrMany::sorted),
@@ -236,7 +240,9 @@ impl ModelConfig {
         let experts = self.experts.as_ref();
         let has_dense = experts.is_none_or(|experts| experts.layers.contains(&false));
         let dense = has_dense.then_some(self.intermediate_size);
-        dense.into_iter().chain(experts.and_then(|experts| experts.shared_intermediate_size))
+        dense
+            .into_iter()
+            .chain(experts.and_then(|experts| experts.shared.as_ref().map(|shared| shared.intermediate_size)))
     }
 
     /// The largest width of a dense feed-forward block or of the shared expert; 0 if there are none.
@@ -337,6 +343,7 @@ struct RawConfig {
     tie_word_embeddings: Option<bool>,
     attention_bias: Option<bool>,
     qkv_bias: Option<bool>,
+    use_qk_norm: Option<bool>,
     mlp_bias: Option<bool>,
     dtype: Option<String>,
     torch_dtype: Option<String>,
@@ -423,6 +430,7 @@ fn decoder(architecture: Architecture, config: &serde_json::Value) -> Result<Dec
         Architecture::Qwen2Moe => DecoderKind::Qwen2,
         Architecture::Qwen3Moe => DecoderKind::Qwen3Moe,
         Architecture::Mixtral => DecoderKind::Mixtral,
+        Architecture::Glm4Moe => DecoderKind::Glm4Moe,
         Architecture::InternVl | Architecture::InternVlChat => match model_type {
             "qwen2" => DecoderKind::Qwen2,
             "qwen3" => DecoderKind::Qwen3,

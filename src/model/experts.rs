@@ -1,9 +1,9 @@
 //! The mixture of experts of one layer.
 
-use rollout_kernels::{Matrix, Router, Routing, Scoring};
+use rollout_kernels::{DeviceBuffer, Matrix, Router, Routing, Scoring};
 
 use super::adapters::TargetModule;
-use super::config::{ExpertsConfig, ModelConfig};
+use super::config::{ExpertsConfig, ModelConfig, SharedExpertConfig};
 use super::context::ForwardContext;
 use super::layers::{Build, Linear, Projection};
 use super::mlp::Mlp;
@@ -15,11 +15,21 @@ use crate::weights::{ParamSpec, ShardRule};
 /// A router, the experts of this rank that it chooses among, and the expert that all tokens take, if there is one.
 pub(super) struct Experts {
     router: Linear,
+    /// `None` for a router that scores by a softmax.
+    correction_bias: Option<CorrectionBias>,
+    /// The factor of the weights.
+    scale: f32,
     /// Whether the weights of a token's experts are divided by their sum.
     normalised: bool,
     gate_up: ExpertMatrix,
     down: ExpertMatrix,
     shared: Option<SharedExpert>,
+}
+
+/// The term that is added to the scores of a layer's experts to choose among them, and not to weigh them.
+struct CorrectionBias {
+    values: DeviceBuffer,
+    spec: ParamSpec,
 }
 
 /// The same projections of all experts of a rank, one expert below the other.
@@ -32,8 +42,8 @@ struct ExpertMatrix {
 /// An expert that all tokens take.
 struct SharedExpert {
     mlp: Mlp,
-    /// Gives the factor of its output, before the sigmoid.
-    gate: Linear,
+    /// Gives the factor of its output, before the sigmoid; `None` if there is no factor.
+    gate: Option<Linear>,
 }
 
 impl Experts {
@@ -49,16 +59,25 @@ impl Experts {
         let matrix = |projections: &[&str], rows: usize, columns: usize| {
             ExpertMatrix::new(build, &format!("{block}.experts"), experts.count, projections, [rows, columns])
         };
-        let shared = |width: usize| -> Result<SharedExpert> {
-            let mlp = Mlp::new(build, &format!("{block}.shared_expert"), hidden, width, false)?;
-            Ok(SharedExpert { mlp, gate: linear("shared_expert_gate", 1)? })
+        let shared = |shared: &SharedExpertConfig| -> Result<SharedExpert> {
+            // The names of Qwen2-MoE's, which is gated, and of GLM's, which is not.
+            let name = if shared.is_gated { "shared_expert" } else { "shared_experts" };
+            let mlp = Mlp::new(build, &format!("{block}.{name}"), hidden, shared.intermediate_size, false)?;
+            let gate = shared.is_gated.then(|| linear("shared_expert_gate", 1)).transpose()?;
+            Ok(SharedExpert { mlp, gate })
+        };
+        let correction_bias = || -> Result<CorrectionBias> {
+            let spec = ParamSpec::buffer(format!("{block}.gate.e_score_correction_bias"), experts.count);
+            Ok(CorrectionBias { values: build.device.buffer(experts.count)?, spec })
         };
         Ok(Self {
             router: linear("gate", experts.count)?,
+            correction_bias: experts.has_correction_bias.then(correction_bias).transpose()?,
+            scale: experts.scale,
             normalised: experts.normalised,
             gate_up: matrix(&["gate_proj", "up_proj"], width, hidden)?,
             down: matrix(&["down_proj"], hidden, width)?,
-            shared: experts.shared_intermediate_size.map(shared).transpose()?,
+            shared: experts.shared.as_ref().map(shared).transpose()?,
         })
     }
 
@@ -68,8 +87,11 @@ impl Experts {
         let ForwardContext { ops, comm, workspace, .. } = *context;
         let (w, experts) = (&workspace.step, workspace.experts());
         let rows = w.normed.dim(0)?;
-        let (gate, normalise) = (self.router.weight(), self.normalised);
-        let router = Router { gate, scoring: Scoring::Softmax, normalise, scale: 1.0 };
+        let scoring = match &self.correction_bias {
+            Some(CorrectionBias { values, .. }) => Scoring::Sigmoid { bias: values },
+            None => Scoring::Softmax,
+        };
+        let router = Router { gate: self.router.weight(), scoring, normalise: self.normalised, scale: self.scale };
         let forced = context.forced.get(index).map(Vec::as_slice);
         ops.route(&w.normed, &router, forced, &experts.logits, routing)?;
         for first in (0..rows).step_by(EXPERT_ROWS) {
@@ -89,24 +111,31 @@ impl SharedExpert {
     fn add(&self, context: &ForwardContext<'_>) -> Result<()> {
         let (ops, w, experts) = (context.ops, &context.workspace.step, context.workspace.experts());
         self.mlp.forward(context, &experts.shared)?;
-        self.gate.forward(ops, &w.normed, &experts.shared_gate)?;
+        let Some(gate) = &self.gate else { return Ok(ops.add(&experts.shared, &w.delta)?) };
+        gate.forward(ops, &w.normed, &experts.shared_gate)?;
         Ok(ops.add_gated(&experts.shared_gate, &experts.shared, &w.delta)?)
     }
 }
 
 impl Parameterized for Experts {
     fn parts(&self) -> Vec<&dyn Parameterized> {
-        let mut parts: Vec<&dyn Parameterized> = vec![&self.router, &self.gate_up, &self.down];
+        let mut parts: Vec<&dyn Parameterized> = vec![&self.router];
+        parts.extend(self.correction_bias.iter().map(|bias| bias as &dyn Parameterized));
+        parts.extend([&self.gate_up as &dyn Parameterized, &self.down]);
         if let Some(SharedExpert { mlp, gate }) = &self.shared {
-            parts.extend([mlp as &dyn Parameterized, gate]);
+            parts.push(mlp);
+            parts.extend(gate.iter().map(|gate| gate as &dyn Parameterized));
         }
         parts
     }
 
     fn parts_mut(&mut self) -> Vec<&mut dyn Parameterized> {
-        let mut parts: Vec<&mut dyn Parameterized> = vec![&mut self.router, &mut self.gate_up, &mut self.down];
+        let mut parts: Vec<&mut dyn Parameterized> = vec![&mut self.router];
+        parts.extend(self.correction_bias.iter_mut().map(|bias| bias as &mut dyn Parameterized));
+        parts.extend([&mut self.gate_up as &mut dyn Parameterized, &mut self.down]);
         if let Some(SharedExpert { mlp, gate }) = &mut self.shared {
-            parts.extend([mlp as &mut dyn Parameterized, gate]);
+            parts.push(mlp);
+            parts.extend(gate.iter_mut().map(|gate| gate as &mut dyn Parameterized));
         }
         parts
     }
@@ -114,6 +143,24 @@ impl Parameterized for Experts {
     /// Only the shared expert's: adapters of the router and of experts are merged.
     fn target_modules(&self) -> Vec<TargetModule<'_>> {
         self.shared.as_ref().map_or_else(Vec::new, |shared| shared.mlp.target_modules())
+    }
+}
+
+impl Parameterized for CorrectionBias {
+    fn visit(&mut self, visitor: &mut Visitor<'_>) -> Result<()> {
+        visitor(&self.spec, ParamSlot::Vector { vector: &self.values, offset: 0 })
+    }
+
+    fn visit_matrices(&mut self, _: &mut MatrixVisitor<'_>) -> Result<()> {
+        Ok(())
+    }
+
+    fn target_modules(&self) -> Vec<TargetModule<'_>> {
+        Vec::new()
+    }
+
+    fn bytes(&self) -> u64 {
+        self.values.bytes() as u64
     }
 }
 

@@ -161,11 +161,12 @@ impl ExpertBuffers<Extent> {
         let shape = routing_shape(config, build, max_batch_tokens)?;
         let (hidden, width) = (config.hidden_size, experts.intermediate_size);
         let pairs = shape.most_pairs(max_batch_tokens.min(EXPERT_ROWS));
-        let shared_rows = if experts.shared_intermediate_size.is_some() { max_batch_tokens } else { 0 };
+        let rows_if = |has: bool| if has { max_batch_tokens } else { 0 };
+        let is_gated = experts.shared.as_ref().is_some_and(|shared| shared.is_gated);
         Some(Self {
             logits: (max_batch_tokens, experts.count),
-            shared_gate: (shared_rows, 1),
-            shared: (shared_rows, hidden),
+            shared_gate: (rows_if(is_gated), 1),
+            shared: (rows_if(experts.shared.is_some()), hidden),
             gate_up: (pairs, 2 * width),
             activation: (pairs, width),
             output: (pairs, hidden),

@@ -111,7 +111,7 @@ fn alone_is_in_a_batch_in_any_order() {
 
 #[test]
 fn whole_is_chunked_prefill() {
-    for model in ["mistral", "qwen3", "qwen3_moe", "qwen2_moe"] {
+    for model in ["mistral", "qwen3", "qwen3_moe", "qwen2_moe", "glm4_moe"] {
         on_engines(model, &["--max-batch-tokens", "7"], |engine, params, alone| {
             assert_eq!(&generate(engine, prompts(), 1, params).bits(), alone);
         });
@@ -302,6 +302,7 @@ fn tensor_parallel_is_one_rank() {
         ("qwen3_moe_60", "4"),
         ("qwen2_moe", "4"),
         ("mixtral", "4"),
+        ("glm4_moe", "2"),
     ] {
         on_engines(model, &["--tp", tp], |engine, params, alone| {
             assert_eq!(&generate(engine, prompts(), 1, params).bits(), alone, "tp {tp}");

@@ -9,7 +9,7 @@ use crate::common::{Engine, Request, fixture, kernels, orders};
 /// Models without experts, and all models. With experts, rounding decides which of them a token takes, so that no bound
 /// holds for bfloat16.
 const DENSE: [&str; 8] = ["llama", "llama-tied", "qwen2", "qwen3", "qwen_v1", "mistral", "smollm3", "phi3"];
-const WITH_EXPERTS: [&str; 4] = ["qwen3_moe", "qwen3_moe_60", "qwen2_moe", "mixtral"];
+const WITH_EXPERTS: [&str; 5] = ["qwen3_moe", "qwen3_moe_60", "qwen2_moe", "mixtral", "glm4_moe"];
 
 /// Largest difference per token in float32 that the numerics contract allows.
 const TOLERANCE: f32 = 1e-4;

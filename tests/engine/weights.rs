@@ -7,9 +7,11 @@ use std::time::Duration;
 use rollout_server::engine::{AdapterTarget, DrainMode, LifecycleStatus, RunningPolicy, SleepLevel, WakeTags};
 use rollout_server::error::Error;
 use rollout_server::types::FinishReason;
+use safetensors::SafeTensors;
+use sha2::{Digest as _, Sha256};
 
 use crate::common::{
-    Engine, Push, Reply, Request, StateDict, kernels, random_prompts, random_weights, write_checkpoint,
+    Engine, Push, Reply, Request, StateDict, kernels, random_prompts, random_weights, to_bytes, write_checkpoint,
 };
 
 const MODES: [&[&str]; 3] =
@@ -310,4 +312,68 @@ fn resident_adapters_serve_side_by_side_and_alone_the_same() {
         assert!(matches!(unknown, Error::NotFound(_)), "{unknown}");
         engine.assert_all_free();
     }
+}
+
+/// The end of the name of the buffers of GLM-4.5's routers, which checkpoints have in float32.
+const CORRECTION_BIAS: &str = ".mlp.gate.e_score_correction_bias";
+
+/// The correction biases of a checkpoint.
+fn stored_biases(model: &str) -> StateDict {
+    let mut biases = StateDict::new();
+    let entries = std::fs::read_dir(crate::common::fixture(model)).unwrap().map(|entry| entry.unwrap().path());
+    for shard in entries.filter(|path| path.to_str().unwrap().contains("/model-")) {
+        let file = std::fs::read(shard).unwrap();
+        for (name, view) in SafeTensors::deserialize(&file).unwrap().tensors() {
+            if name.ends_with(CORRECTION_BIAS) {
+                assert_eq!(view.dtype(), safetensors::Dtype::F32, "{name}");
+                let values = view.data().as_chunks().0.iter().map(|x| f32::from_le_bytes(*x)).collect();
+                biases.insert(name, (view.shape().to_vec(), values));
+            }
+        }
+    }
+    biases
+}
+
+/// SHA-256 of the float32 bytes of each tensor.
+fn float32_checksums(tensors: &StateDict) -> Vec<(String, [u8; 32])> {
+    tensors.iter().map(|(name, (_, values))| (name.clone(), Sha256::digest(to_bytes(values)).into())).collect()
+}
+
+/// Random parameters, and correction biases that no bfloat16 holds.
+fn random_glm(engine: &Engine, seed: u64) -> (StateDict, StateDict) {
+    let all = random_weights(engine.parameters(), seed).into_iter();
+    let (mut biases, parameters): (StateDict, StateDict) = all.partition(|(name, _)| name.ends_with(CORRECTION_BIAS));
+    biases.values_mut().flat_map(|(_, values)| values).for_each(|value| *value += 1e-5);
+    (parameters, biases)
+}
+
+#[test]
+fn correction_biases_serve_unrounded_and_stay_where_a_full_push_lacks_them() {
+    let flags = ["--dtype", "bfloat16", "--tp", "2"];
+    let engine = Engine::start("glm4_moe", &flags);
+    let serves = |biases: &StateDict| {
+        let found: Vec<_> =
+            engine.checksums().into_iter().filter(|(name, _)| name.ends_with(CORRECTION_BIAS)).collect();
+        found.len() == 2 && found == float32_checksums(biases)
+    };
+    let is_fresh = |parameters: &StateDict, biases: &StateDict, seed: u64, what: &str| {
+        let weights = parameters.clone().into_iter().chain(biases.clone()).collect();
+        assert_same_policy(&engine, &fresh("glm4_moe", &weights, &flags), seed, what);
+    };
+    let stored = stored_biases("glm4_moe");
+    assert!(serves(&stored), "the checkpoint's bytes");
+    let ((first, _), (second, pushed)) = (random_glm(&engine, 61), random_glm(&engine, 62));
+    engine.push(Push::full(&first)).expect("pushed without them");
+    is_fresh(&first, &stored, 61, "those of the checkpoint stay");
+    engine.push(Push::full(&second.clone().into_iter().chain(pushed.clone()).collect())).expect("pushed with them");
+    assert!(serves(&pushed), "the pushed bytes");
+    is_fresh(&second, &pushed, 62, "pushed with them");
+
+    engine.sleep(SleepLevel::Two, DrainMode::Wait).expect("sleeps");
+    assert_eq!(engine.wake(true, true).expect("wakes"), LifecycleStatus::WeightsMissing);
+    engine.push(Push::full(&first)).expect("pushed without them after a deep sleep");
+    is_fresh(&first, &pushed, 63, "those that were pushed last stay");
+    engine.sleep(SleepLevel::One, DrainMode::Wait).expect("sleeps");
+    assert_eq!(engine.wake(true, true).expect("wakes"), LifecycleStatus::Running);
+    is_fresh(&first, &pushed, 64, "after a sleep");
 }

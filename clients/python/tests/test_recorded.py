@@ -33,6 +33,7 @@ MODELS = [
     "qwen3_moe",
     "qwen2_moe",
     "mixtral",
+    "glm4_moe",
 ]
 DTYPES = ["float32", "bfloat16"]
 RECORDS = {"avx512_bf16": "dots", "amx": "tiles"}

@@ -21,6 +21,7 @@ from rollout_client.process import free_port
 from serving import FIXTURES, REPOSITORY, SMALL_CACHE, assert_idle, wait_for
 
 MODELS = [
+    "glm4_moe",
     "llama",
     "llama-tied",
     "mistral",

@@ -4,13 +4,16 @@ use std::sync::Arc;
 
 use rollout_kernels::Backend;
 
-use super::harness::{DTYPES, MODELS, Setup, fixture, outputs, worlds};
+use super::harness::{DTYPES, MODELS, Setup, bytes_of, fixture, outputs, worlds};
 use crate::executor::{Executor, MemoryKind, WeightOrder};
 use crate::weights::Adapter;
 
 /// Largest difference between values in serving precision, beyond what `allowed` gives for a value of `expected`.
 fn excess(setup: &Setup, found: &[Vec<u8>], expected: &[Vec<u8>], allowed: impl Fn(f32) -> f32) -> f32 {
-    let values = |all: &[Vec<u8>]| all.iter().flat_map(|bytes| setup.values(bytes)).collect::<Vec<_>>();
+    let values = |all: &[Vec<u8>]| {
+        let of_each = setup.parameters.iter().zip(all);
+        of_each.flat_map(|(spec, bytes)| setup.values(spec, bytes)).collect::<Vec<_>>()
+    };
     let apart = values(found).into_iter().zip(values(expected));
     apart.map(|(found, expected)| (found - expected).abs() - allowed(expected)).fold(f32::MIN, f32::max)
 }
@@ -23,7 +26,7 @@ fn the_reference_device_serves_every_kind_of_push_and_wakes_with_it() {
                 let setup = Setup::open_on(Backend::Reference, &fixture(model), dtype, world);
                 let mut ranks = setup.ranks();
                 let (none, base) = (Arc::new(Adapter::none()), setup.base());
-                let serves = |values: &[Vec<f32>]| values.iter().map(|values| setup.bytes(values)).collect::<Vec<_>>();
+                let serves = |values: &[Vec<f32>]| bytes_of(&setup, values);
                 setup.assert_serves(&mut ranks, &serves(&base), "loaded");
                 // Sum, norm, factor and result are rounded in turn, each perhaps to the other neighbour than in PEFT's
                 // order.

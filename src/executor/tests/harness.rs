@@ -23,7 +23,7 @@ use crate::weights::{
 };
 
 pub const DTYPES: [StorageDtype; 2] = [StorageDtype::F32, StorageDtype::Bf16];
-pub const MODELS: [&str; 12] = [
+pub const MODELS: [&str; 13] = [
     "llama",
     "llama-tied",
     "qwen2",
@@ -33,6 +33,7 @@ pub const MODELS: [&str; 12] = [
     "smollm3",
     "phi3",
     "qwen3_moe",
+    "glm4_moe",
     "llama-tied.gguf",
     "qwen2_5_vl",
     "internvl3",
@@ -155,24 +156,24 @@ impl Setup {
         assert!(names.is_empty(), "{what}: {} parameters differ: {names:?}", names.len());
     }
 
-    /// Bytes of values in serving precision.
-    pub fn bytes(&self, values: &[f32]) -> Vec<u8> {
-        match self.weights {
+    /// Bytes of values of a parameter in serving precision.
+    pub fn bytes(&self, spec: &ParamSpec, values: &[f32]) -> Vec<u8> {
+        match spec.dtype(self.weights) {
             StorageDtype::Bf16 => values.iter().flat_map(|x| bf16::from_f32(*x).to_le_bytes()).collect(),
             StorageDtype::F32 => values.iter().flat_map(|x| x.to_le_bytes()).collect(),
         }
     }
 
-    /// The values of bytes in serving precision.
-    pub fn values(&self, bytes: &[u8]) -> Vec<f32> {
-        match self.weights {
+    /// The values of a parameter's bytes in serving precision.
+    pub fn values(&self, spec: &ParamSpec, bytes: &[u8]) -> Vec<f32> {
+        match spec.dtype(self.weights) {
             StorageDtype::Bf16 => bytes.as_chunks().0.iter().map(|x| bf16::from_le_bytes(*x).to_f32()).collect(),
             StorageDtype::F32 => bytes.as_chunks().0.iter().map(|x| f32::from_le_bytes(*x)).collect(),
         }
     }
 
-    pub fn rounded(&self, values: &[f32]) -> Vec<f32> {
-        match self.weights {
+    pub fn rounded(&self, spec: &ParamSpec, values: &[f32]) -> Vec<f32> {
+        match spec.dtype(self.weights) {
             StorageDtype::Bf16 => values.iter().map(|x| bf16::from_f32(*x).to_f32()).collect(),
             StorageDtype::F32 => values.to_vec(),
         }
@@ -181,7 +182,7 @@ impl Setup {
     /// Every parameter of the checkpoint, in serving precision.
     pub fn base(&self) -> Vec<Vec<f32>> {
         let read = |spec: &ParamSpec| {
-            let rounded = |stored: TensorData<'_>| self.rounded(&stored.into_f32());
+            let rounded = |stored: TensorData<'_>| self.rounded(spec, &stored.into_f32());
             self.checkpoint.read(&spec.name, &Slice::whole(&spec.shape), rounded).unwrap()
         };
         self.parameters.iter().map(read).collect()
@@ -192,7 +193,7 @@ impl Setup {
         let merge = |(spec, values): (&ParamSpec, &Vec<f32>)| {
             let mut values = values.clone();
             adapter.merge("auto", &spec.name, &Slice::whole(&spec.shape), &mut values);
-            self.bytes(&values)
+            self.bytes(spec, &values)
         };
         self.parameters.iter().zip(base).map(merge).collect()
     }
@@ -323,6 +324,11 @@ impl Setup {
         safetensors::serialize_to_file(views, None, &dir.path().join("model.safetensors")).unwrap();
         dir
     }
+}
+
+/// The bytes of all parameters with these values, in serving precision.
+pub fn bytes_of(setup: &Setup, values: &[Vec<f32>]) -> Vec<Vec<u8>> {
+    setup.parameters.iter().zip(values).map(|(spec, values)| setup.bytes(spec, values)).collect()
 }
 
 /// Writes all tensors that have bytes. Returns those that are to be written in place.

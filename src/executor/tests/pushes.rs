@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use rand::Rng;
 
-use super::harness::{DTYPES, MODELS, Setup, fixture, outputs, random, worlds};
+use super::harness::{DTYPES, MODELS, Setup, bytes_of, fixture, outputs, random, worlds};
 use crate::executor::{Executor, Ranks, WeightOrder};
 use crate::weights::{Adapter, ParamSpec, is_of_tower};
 
@@ -22,8 +22,8 @@ fn everywhere(models: &[&str], check: impl Fn(&Setup, &mut Ranks)) {
     }
 }
 
-fn bytes_of(setup: &Setup, values: &[Vec<f32>]) -> Vec<Vec<u8>> {
-    values.iter().map(|values| setup.bytes(values)).collect()
+fn rounded(setup: &Setup, values: &[Vec<f32>]) -> Vec<Vec<f32>> {
+    setup.parameters.iter().zip(values).map(|(spec, values)| setup.rounded(spec, values)).collect()
 }
 
 fn merge(ranks: &mut Ranks, before: &Arc<Adapter>, after: &Arc<Adapter>) {
@@ -39,7 +39,7 @@ fn what_is_loaded_and_read_is_the_checkpoint() {
             let start = random.random_range(0..spec.shape[0]);
             let rows = start..random.random_range(start..=spec.shape[0]);
             let columns = values.len() / spec.shape[0];
-            let expected = setup.bytes(&values[rows.start * columns..rows.end * columns]);
+            let expected = setup.bytes(spec, &values[rows.start * columns..rows.end * columns]);
             assert_eq!(ranks.read(spec, rows.clone()).unwrap(), expected, "{} {rows:?}", spec.name);
         }
     });
@@ -72,14 +72,14 @@ fn dora_sees_whole_rows_of_layers_that_are_split_by_columns() {
         setup.assert_serves(ranks, &setup.merged(&setup.base(), &adapter), "from the checkpoint");
         ranks.write(WeightOrder::Replace { tensors: setup.full(&pushed) }).unwrap();
         merge(ranks, &none, &adapter);
-        let base: Vec<_> = pushed.iter().map(|values| setup.rounded(values)).collect();
+        let base = rounded(setup, &pushed);
         setup.assert_serves(ranks, &setup.merged(&base, &adapter), "from a push");
     });
 }
 
 #[test]
 fn pushed_tensors_are_those_of_a_fresh_start() {
-    for model in ["llama", "qwen2"] {
+    for model in ["llama", "qwen2", "glm4_moe"] {
         for world in worlds(model) {
             for dtype in DTYPES {
                 let setup = Setup::open(&fixture(model), dtype, world);
@@ -99,7 +99,7 @@ fn pushed_tensors_are_those_of_a_fresh_start() {
 
 #[test]
 fn what_is_exchanged_for_a_packed_push_is_a_fresh_start_and_the_base_from_then_on() {
-    for model in ["llama", "qwen2", "qwen3", "llama-tied.gguf"] {
+    for model in ["llama", "qwen2", "qwen3", "glm4_moe", "llama-tied.gguf"] {
         for world in worlds(model) {
             for dtype in DTYPES {
                 let setup = Setup::open(&fixture(model), dtype, world);
@@ -118,17 +118,15 @@ fn what_is_exchanged_for_a_packed_push_is_a_fresh_start_and_the_base_from_then_o
                 let mut direct = setup.ranks();
                 direct.write(WeightOrder::Replace { tensors: setup.full(&pushed) }).unwrap();
                 assert_eq!(outputs(&mut ranks), outputs(&mut direct));
-                let rounded =
-                    |pushed: &[Vec<f32>]| pushed.iter().map(|values| setup.rounded(values)).collect::<Vec<_>>();
                 merge(&mut ranks, &none, &adapter);
-                setup.assert_serves(&mut ranks, &setup.merged(&rounded(&pushed), &adapter), "merged");
+                setup.assert_serves(&mut ranks, &setup.merged(&rounded(&setup, &pushed), &adapter), "merged");
                 let again = setup.random_values(13);
                 let shadow = setup.staged(&mut ranks, &again);
                 drop(ranks.exchange(shadow).unwrap());
                 setup.assert_serves(&mut ranks, &bytes_of(&setup, &again), "exchanged again");
                 // Not into the base that the adapter before was merged into.
                 merge(&mut ranks, &none, &adapter);
-                setup.assert_serves(&mut ranks, &setup.merged(&rounded(&again), &adapter), "merged again");
+                setup.assert_serves(&mut ranks, &setup.merged(&rounded(&setup, &again), &adapter), "merged again");
             }
         }
     }
@@ -165,7 +163,7 @@ fn adapters_are_merged_into_what_was_pushed() {
         let pushed = setup.random_values(11);
         ranks.write(WeightOrder::Replace { tensors: setup.part(&pushed, is_pushed) }).unwrap();
         let choose = |((spec, pushed), base): ((&ParamSpec, &Vec<f32>), Vec<f32>)| {
-            if is_pushed(&spec.name) { setup.rounded(pushed) } else { base }
+            if is_pushed(&spec.name) { setup.rounded(spec, pushed) } else { base }
         };
         let base: Vec<_> = setup.parameters.iter().zip(&pushed).zip(setup.base()).map(choose).collect();
         setup.assert_serves(ranks, &bytes_of(setup, &base), "pushed");
@@ -184,13 +182,17 @@ fn adapters_are_merged_into_what_was_pushed() {
 
 #[test]
 fn changed_elements_are_changed_and_what_serves_is_the_base_from_then_on() {
-    everywhere(&["llama", "qwen2"], |setup, ranks| {
+    everywhere(&["llama", "qwen2", "glm4_moe"], |setup, ranks| {
         let (none, mut random) = (Arc::new(Adapter::none()), random(21));
         // `up_proj` is merged and not changed.
         let adapter = setup.adapter(5, &["o_proj", "k_proj", "up_proj"], 3, 0.5, false);
         merge(ranks, &none, &adapter);
-        let mut expected: Vec<Vec<f32>> =
-            setup.merged(&setup.base(), &adapter).iter().map(|bytes| values(setup, bytes)).collect();
+        let mut expected: Vec<Vec<f32>> = setup
+            .parameters
+            .iter()
+            .zip(setup.merged(&setup.base(), &adapter))
+            .map(|(spec, bytes)| setup.values(spec, &bytes))
+            .collect();
         let mut changes = Vec::new();
         for (spec, expected) in setup.parameters.iter().zip(&mut expected).filter(|(s, _)| !s.name.contains("up_proj"))
         {
@@ -209,16 +211,9 @@ fn changed_elements_are_changed_and_what_serves_is_the_base_from_then_on() {
         setup.assert_serves(ranks, &bytes_of(setup, &expected), "patched");
         let next = setup.adapter(6, &ALL, 2, 0.5, false);
         merge(ranks, &none, &next);
-        let base: Vec<_> = expected.iter().map(|values| setup.rounded(values)).collect();
+        let base = rounded(setup, &expected);
         setup.assert_serves(ranks, &setup.merged(&base, &next), "merged");
         merge(ranks, &next, &none);
         setup.assert_serves(ranks, &bytes_of(setup, &base), "none");
     });
-}
-
-fn values(setup: &Setup, bytes: &[u8]) -> Vec<f32> {
-    match setup.parameters.dtype() {
-        crate::weights::Dtype::F32 => bytes.as_chunks().0.iter().map(|chunk| f32::from_le_bytes(*chunk)).collect(),
-        _ => bytes.as_chunks().0.iter().map(|chunk| half::bf16::from_le_bytes(*chunk).to_f32()).collect(),
-    }
 }

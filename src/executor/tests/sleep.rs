@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use rollout_kernels::MatrixShape;
 
-use super::harness::{BLOCK_SIZE, DTYPES, Setup, fixture, outputs, sequence, worlds};
+use super::harness::{BLOCK_SIZE, DTYPES, Setup, bytes_of, fixture, outputs, sequence, worlds};
 use crate::executor::{Executor, MemoryKind, WeightOrder};
 use crate::memory::resident_bytes;
 use crate::types::{BlockCopy, StepPlan};
@@ -12,7 +12,7 @@ use crate::weights::{Adapter, Partition};
 
 #[test]
 fn what_wakes_is_what_slept() {
-    for (model, dtype) in [("llama", DTYPES[0]), ("qwen2", DTYPES[1])] {
+    for (model, dtype) in [("llama", DTYPES[0]), ("qwen2", DTYPES[1]), ("glm4_moe", DTYPES[1])] {
         for world in worlds(model) {
             let setup = Setup::open(&fixture(model), dtype, world);
             let mut ranks = setup.ranks();
@@ -58,6 +58,32 @@ fn what_wakes_is_what_slept() {
             direct.write(WeightOrder::Replace { tensors: setup.full(&pushed) }).unwrap();
             assert_eq!(outputs(&mut ranks), outputs(&mut direct), "after the deep sleep and a packed push");
         }
+    }
+}
+
+#[test]
+fn a_buffer_that_no_push_brings_stays_through_deep_sleeps() {
+    for dtype in DTYPES {
+        let setup = Setup::open(&fixture("glm4_moe"), dtype, 2);
+        let is_buffer = |name: &str| setup.parameters.get(name).unwrap().is_buffer;
+        let (mut ranks, none) = (setup.ranks(), Arc::new(Adapter::none()));
+        let (first, second) = (setup.random_values(11), setup.random_values(12));
+        let of_each = setup.parameters.iter().zip(first.iter().zip(&second));
+        let both: Vec<_> = of_each.map(|(s, (old, new))| if s.is_buffer { old } else { new }.clone()).collect();
+        ranks.write(WeightOrder::Replace { tensors: setup.full(&first) }).unwrap();
+        ranks.release(MemoryKind::WeightsAndBase, u64::MAX).unwrap();
+        ranks.restore(MemoryKind::WeightsAndBase).unwrap();
+        ranks.write(WeightOrder::Replace { tensors: setup.part(&second, |name| !is_buffer(name)) }).unwrap();
+        setup.assert_serves(&mut ranks, &bytes_of(&setup, &both), "pushed without buffers");
+        // What serves is the base from then on.
+        ranks.release(MemoryKind::Weights, u64::MAX).unwrap();
+        ranks.restore(MemoryKind::Weights).unwrap();
+        ranks.write(WeightOrder::Load { adapter: none.clone() }).unwrap();
+        setup.assert_serves(&mut ranks, &bytes_of(&setup, &both), "after a sleep");
+        ranks.release(MemoryKind::WeightsAndBase, u64::MAX).unwrap();
+        ranks.restore(MemoryKind::WeightsAndBase).unwrap();
+        ranks.write(WeightOrder::Load { adapter: none }).unwrap();
+        setup.assert_serves(&mut ranks, &bytes_of(&setup, &setup.base()), "the checkpoint after a deep sleep");
     }
 }
 

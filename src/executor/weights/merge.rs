@@ -69,7 +69,8 @@ impl<'a> LocalParameter<'a> {
     /// A copy of the stored values, as a matrix of its own. A vector becomes one column.
     pub fn copy(&self, ops: &Ops) -> Result<Matrix> {
         let (n, k) = (self.slice.rows.len(), self.slice.cols.len());
-        let mut copy = self.build.device.zeros(MatrixShape { dtype: self.build.weights, n, k, leaves: 1 })?;
+        let mut copy =
+            self.build.device.zeros(MatrixShape { dtype: self.spec.dtype(self.build.weights), n, k, leaves: 1 })?;
         match &self.slot {
             ParamSlot::Matrix { matrix, first_row } => ops.copy_rows(matrix, *first_row..first_row + n, &mut copy)?,
             ParamSlot::Vector { vector, offset } => {
@@ -81,7 +82,7 @@ impl<'a> LocalParameter<'a> {
 
     /// Stores the base.
     pub fn store(self, ops: &Ops, base: &ReadBaseRows<'_>) -> Result<()> {
-        let Self { slice, slot, build, .. } = self;
+        let Self { spec, slice, slot, build } = self;
         match slot {
             ParamSlot::Matrix { matrix, first_row } => {
                 let rows = first_row..first_row + slice.rows.len();
@@ -92,7 +93,7 @@ impl<'a> LocalParameter<'a> {
             }
             ParamSlot::Vector { vector, offset } => {
                 let mut written = Ok(());
-                base(&slice, &mut |rows| written = vector.write_rounded(offset, rows, build.weights));
+                base(&slice, &mut |rows| written = vector.write_rounded(offset, rows, spec.dtype(build.weights)));
                 written?;
             }
         }
@@ -153,7 +154,7 @@ impl<'a> LocalParameter<'a> {
                     MergeBase::WholeRows(_) => unreachable!("a vector is whole on every rank that has it"),
                 }
                 change.apply_to_vector(slice.rows, &mut values);
-                vector.write_rounded(offset, TensorView::F32(&values), build.weights)?;
+                vector.write_rounded(offset, TensorView::F32(&values), spec.dtype(build.weights))?;
             }
         }
         Ok(())

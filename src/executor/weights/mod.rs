@@ -197,6 +197,7 @@ impl RankWeights {
                 bases.replaced.insert(spec.name.clone());
                 missing.remove(&spec.name);
             }
+            bases.note_kept_buffer(spec);
             Ok(())
         })
     }
@@ -216,7 +217,7 @@ impl RankWeights {
     /// This rank's part of some rows of a parameter, as it serves: row-major, little-endian. Empty if the rank has none
     /// of the rows, or a rank before it has the same part.
     pub fn read(&mut self, spec: &ParamSpec, rows: Range<usize>) -> Result<Vec<u8>> {
-        let (partition, dtype) = (self.bases.build.partition, self.bases.build.weights);
+        let (partition, dtype) = (self.bases.build.partition, spec.dtype(self.bases.build.weights));
         let part = partition.slice(spec)?;
         let rows = rows.start.max(part.rows.start)..rows.end.min(part.rows.end);
         if rows.is_empty() || !partition.is_first_with(spec)? {
@@ -245,14 +246,17 @@ impl RankWeights {
     /// Gives the memory of matrices back to the system. With `keep_replaced` a matrix stays if it has the only values
     /// of a parameter that a push has replaced; without, all matrices and the copies of replaced bases are freed. A
     /// device with memory of its own moves the matrices that stay to the host, if they take at most `host_bytes` there.
-    /// The bytes that this frees are measured elsewhere.
+    /// Buffers keep their values, because the FULL push that follows may lack them. The bytes that this frees are
+    /// measured elsewhere.
     pub fn release(&mut self, keep_replaced: bool, host_bytes: u64) -> Result<Released> {
         let Self { model, bases, missing } = self;
         if !keep_replaced {
             bases.replaced.clear();
             bases.copies.clear();
             model.visit(&mut |spec, _| {
-                missing.insert(spec.name.clone());
+                if !spec.is_buffer {
+                    missing.insert(spec.name.clone());
+                }
                 Ok(())
             })?;
         }
@@ -280,6 +284,13 @@ impl RankWeights {
 }
 
 impl Bases {
+    /// Notes that a FULL push may have kept a buffer: what serves is the base from then on.
+    fn note_kept_buffer(&mut self, spec: &ParamSpec) {
+        if spec.is_buffer {
+            self.replaced.insert(spec.name.clone());
+        }
+    }
+
     /// Sets a parameter to its base with `adapter` merged.
     fn fill(
         &mut self,
@@ -310,7 +321,7 @@ impl Bases {
     ) -> Result<()> {
         // Checks here everything that a read could refuse: an error in a thread of the pool would end the rank.
         let slice = self.base.checkpoint.slice(spec, self.build.partition)?;
-        let (local, dtype) = (LocalParameter::new(&self.build, spec, slot)?, self.build.weights);
+        let (local, dtype) = (LocalParameter::new(&self.build, spec, slot)?, spec.dtype(self.build.weights));
         self.base.read(&spec.name, slice.rows, |base| {
             if adapter.touches(&spec.name) {
                 local.merge(ops, adapter, &|rows, cols, values| base.values(&Slice { rows, cols }, dtype, values))

@@ -36,7 +36,7 @@ impl LocalParameter<'_> {
             ParamSlot::Vector { vector, offset } => {
                 for ((row, _), value) in elements(slice.rows.clone()) {
                     let place = offset + row - slice.rows.start;
-                    vector.write_rounded(place, TensorView::F32(&[*value]), build.weights)?;
+                    vector.write_rounded(place, TensorView::F32(&[*value]), spec.dtype(build.weights))?;
                 }
             }
         }

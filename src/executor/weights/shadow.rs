@@ -2,7 +2,7 @@
 
 use std::collections::HashSet;
 
-use rollout_kernels::Matrix;
+use rollout_kernels::{Matrix, TensorView};
 
 use super::RankWeights;
 use crate::error::Result;
@@ -16,7 +16,7 @@ impl RankWeights {
     /// # Errors
     /// `ResourceExhausted` if the system cannot map as much.
     pub fn shadow_shards(&mut self) -> Result<Vec<ShadowShard>> {
-        let (partition, dtype) = (self.bases.build.partition, self.bases.build.weights);
+        let partition = self.bases.build.partition;
         let mut shards = Vec::new();
         self.model.visit_matrices(&mut |specs, matrix| {
             shards.push(beside(specs, matrix, partition)?);
@@ -29,7 +29,7 @@ impl RankWeights {
             }
             Ok(())
         })?;
-        shards.push(ShadowShard::vectors(dtype, vectors.into_iter()));
+        shards.push(ShadowShard::vectors(vectors.into_iter()));
         Ok(shards)
     }
 
@@ -53,11 +53,12 @@ impl RankWeights {
         let Self { model, bases, missing } = self;
         model.visit(&mut |spec, slot| {
             if kept.contains(&spec.name) {
+                bases.note_kept_buffer(spec);
                 return Ok(());
             }
             if let ParamSlot::Vector { vector, offset } = slot {
                 let new = vectors.vector(&spec.name).expect("the shadow weights have every vector");
-                vector.write(offset, new)?;
+                vector.write_rounded(offset, TensorView::F32(new), spec.dtype(bases.build.weights))?;
             }
             bases.replaced.insert(spec.name.clone());
             Ok(())

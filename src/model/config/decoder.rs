@@ -16,6 +16,7 @@ pub(super) enum DecoderKind {
     Phi3,
     Qwen3Moe,
     Mixtral,
+    Glm4Moe,
 }
 
 /// The fields of `config.json` that say which layers have a sliding window or a rotary embedding.
@@ -69,7 +70,7 @@ impl LayerFields {
     /// The sliding window of each layer, by the rules of transformers' configurations. Mistral (4096 where the field is
     /// missing), Mixtral and Phi-3 have it in all layers. The others have it if `use_sliding_window` is set: Qwen3-MoE
     /// in all layers, Qwen and SmolLM3 in those that `layer_types` names, or without that list Qwen in those from
-    /// `max_window_layers` on and SmolLM3 in those without rotary embedding. Llama has none.
+    /// `max_window_layers` on and SmolLM3 in those without rotary embedding. Llama and GLM-4.5 have none.
     ///
     /// # Errors
     /// `Config` if the window is 0, or `layer_types` has another length or a type that is not supported.
@@ -78,7 +79,7 @@ impl LayerFields {
         let window = match decoder {
             DecoderKind::Mistral if config.get("sliding_window").is_none() => Some(4096),
             DecoderKind::Mistral | DecoderKind::Mixtral | DecoderKind::Phi3 => self.sliding_window,
-            DecoderKind::Llama => None,
+            DecoderKind::Llama | DecoderKind::Glm4Moe => None,
             DecoderKind::Qwen2 | DecoderKind::Qwen3 | DecoderKind::Qwen3Moe | DecoderKind::SmolLm3 => {
                 self.sliding_window.filter(|_| self.use_sliding_window == Some(true))
             }

@@ -86,13 +86,14 @@ impl RopeConfig {
     }
 }
 
-/// How many of the first dimensions of each head are rotated: the share `partial_rotary_factor`, or all.
+/// How many of the first dimensions of each head are rotated: the share `partial_rotary_factor`, which is `default`
+/// where the field is missing.
 ///
 /// # Errors
 /// `Config` if that is not an even number of them, or none.
-pub(super) fn rotary_dim(config: &Value, head_dim: usize) -> Result<usize> {
+pub(super) fn rotary_dim(config: &Value, head_dim: usize, default: f64) -> Result<usize> {
     let fields = [&parameters(config)["partial_rotary_factor"], &config["partial_rotary_factor"]];
-    let Some(factor) = first_number(&fields, "partial_rotary_factor")? else { return Ok(head_dim) };
+    let factor = first_number(&fields, "partial_rotary_factor")?.unwrap_or(default);
     let rotated = (head_dim as f64 * factor) as usize;
     if rotated == head_dim || (2..head_dim).contains(&rotated) && rotated.is_multiple_of(2) {
         return Ok(rotated);

@@ -91,11 +91,10 @@ impl pb::weights_server::Weights for WeightsService {
 }
 
 fn parameters(context: &ServingContext) -> pb::ListParametersResponse {
-    let dtype = convert::dtype(context.parameters.dtype());
     let parameter = |spec: &crate::weights::ParamSpec| pb::Parameter {
         name: spec.name.clone(),
         shape: spec.shape.iter().map(|&d| d as u64).collect(),
-        dtype: dtype.into(),
+        dtype: convert::dtype(spec.dtype(context.parameters.dtype())).into(),
     };
     pb::ListParametersResponse { parameters: context.parameters.iter().map(parameter).collect() }
 }

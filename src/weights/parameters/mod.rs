@@ -38,7 +38,7 @@ pub struct Parameters {
 }
 
 impl Parameters {
-    /// Parameters that serve in `dtype`, which is `F32` or `Bf16`, on `world` ranks. With `tied_head` the head is the
+    /// Parameters that serve in `dtype`, which is `F32` or `Bf16` (buffers always in `F32`), on `world` ranks. With `tied_head` the head is the
     /// embedding: `lm_head.weight` is another name of `model.embed_tokens.weight`, and no parameter of its own.
     pub fn new(specs: Vec<ParamSpec>, dtype: Dtype, world: usize, tied_head: bool) -> Self {
         let index = specs.iter().enumerate().map(|(i, spec)| (spec.name.clone(), i)).collect();
@@ -85,7 +85,7 @@ impl Parameters {
         self.specs.iter().chain(self.ignored.values())
     }
 
-    /// The dtype in which the parameters serve: `F32` or `Bf16`.
+    /// The dtype in which the parameters serve, except for buffers: `F32` or `Bf16`.
     pub fn dtype(&self) -> Dtype {
         self.dtype
     }
@@ -105,14 +105,14 @@ impl Parameters {
         self.vision_names
     }
 
-    /// Bytes that a parameter takes in the serving dtype on all ranks together. Parts that several ranks hold count for
+    /// Bytes that a parameter takes as it serves on all ranks together. Parts that several ranks hold count for
     /// each.
     ///
     /// # Errors
     /// `Config` if the parameter cannot be divided among the ranks.
     pub fn bytes_on_ranks(&self, spec: &ParamSpec) -> Result<u64> {
         let slices = (0..self.world).map(|rank| Partition::new(rank, self.world).slice(spec));
-        slices.map(|slice| Ok((slice?.len() * self.dtype.size()) as u64)).sum()
+        slices.map(|slice| Ok((slice?.len() * spec.dtype(self.dtype).size()) as u64)).sum()
     }
 }
 

@@ -5,6 +5,8 @@
 
 use std::ops::Range;
 
+use rollout_kernels::StorageDtype;
+
 use crate::error::{Error, Result};
 
 /// How a parameter is divided among tensor-parallel ranks.
@@ -44,6 +46,9 @@ pub struct ParamSpec {
     /// The shape of the whole parameter; a linear weight is `[out_features, in_features]`.
     pub shape: Vec<usize>,
     pub shard: ShardRule,
+    /// Whether it is a float32 buffer in transformers: it serves without rounding, and as trainers push parameters only,
+    /// a FULL push may lack it.
+    pub is_buffer: bool,
 }
 
 /// The rows and columns of a parameter of this shape: dimension 0, and the product of all other dimensions. A table of
@@ -112,7 +117,17 @@ impl ShardRule {
 
 impl ParamSpec {
     pub fn new(name: impl Into<String>, shape: impl Into<Vec<usize>>, shard: ShardRule) -> Self {
-        Self { name: name.into(), shape: shape.into(), shard }
+        Self { name: name.into(), shape: shape.into(), shard, is_buffer: false }
+    }
+
+    /// A float32 buffer with this number of values, whole on every rank.
+    pub fn buffer(name: impl Into<String>, len: usize) -> Self {
+        Self { is_buffer: true, ..Self::new(name, [len], ShardRule::Replicated) }
+    }
+
+    /// The dtype in which it serves, in a model that serves in `model`.
+    pub fn dtype<D: From<StorageDtype>>(&self, model: D) -> D {
+        if self.is_buffer { StorageDtype::F32.into() } else { model }
     }
 
     /// The part of this parameter that rank `rank` of `world` holds.

@@ -10,7 +10,7 @@ use super::transport::OpenSource;
 use super::verify::Digest;
 use crate::error::{Error, Result};
 use crate::weights::parameters::{
-    Dtype, EMBEDDING, ParameterMapping, Parameters, is_of_tower, nearest, resolve, stored_with,
+    Dtype, EMBEDDING, ParamSpec, ParameterMapping, Parameters, is_of_tower, nearest, resolve, stored_with,
 };
 use crate::weights::update::{TensorEntry, UpdateHeader, UpdateKind};
 
@@ -246,8 +246,8 @@ impl Manifest {
         if self.kind != UpdateKind::Full {
             return Ok(());
         }
-        let may_miss = |name: &str| self.keep_missing && is_of_tower(name);
-        let missing: Vec<&str> = self.missing().filter(|name| !may_miss(name)).collect();
+        let may_miss = |spec: &ParamSpec| spec.is_buffer || self.keep_missing && is_of_tower(&spec.name);
+        let missing: Vec<&str> = self.missing().filter(|spec| !may_miss(spec)).map(|spec| &*spec.name).collect();
         if missing.is_empty() {
             return self.check_kept();
         }
@@ -258,10 +258,10 @@ impl Manifest {
         Err(refuse(format!("a FULL push brings {whole}; {count} of {all} are missing: {first}{more}")))
     }
 
-    /// Names of the parameters that no declared tensor brings.
-    pub fn missing(&self) -> impl Iterator<Item = &str> {
+    /// The parameters that no declared tensor brings.
+    pub fn missing(&self) -> impl Iterator<Item = &ParamSpec> {
         let is_there = |name: &str| self.covered.contains_key(name) || name == EMBEDDING && self.head.is_some();
-        self.parameters.iter().map(|spec| spec.name.as_str()).filter(move |name| !is_there(name))
+        self.parameters.iter().filter(move |spec| !is_there(&spec.name))
     }
 
     /// Checks that parameters which are stored together are missing together.
@@ -269,7 +269,7 @@ impl Manifest {
     /// # Errors
     /// `InvalidArgument` if some of them are missing and others are not.
     fn check_kept(&self) -> Result<()> {
-        for name in self.missing() {
+        for ParamSpec { name, .. } in self.missing() {
             if let Some(there) = stored_with(name).into_iter().find(|other| self.covered.contains_key(other)) {
                 return Err(refuse(format!(
                     "tensor {name:?} is missing, but {there:?} is not; a push brings both or neither, because they are \

@@ -269,7 +269,7 @@ impl ReceivingPush {
             }
             (UpdateKind::Full, Mode::Pack(packing)) => {
                 let mut shadow = packing.shadow;
-                shadow.keep(manifest.missing().map(String::from).collect());
+                shadow.keep(manifest.missing().map(|spec| spec.name.clone()).collect());
                 WeightUpdate::Packed(shadow)
             }
             (UpdateKind::Full, _) => {

@@ -89,11 +89,8 @@ struct Destination {
 
 enum Storage {
     Matrix(Matrix),
-    /// All vectors, in float32 that `dtype` can represent.
-    Vectors {
-        values: Vec<f32>,
-        dtype: StorageDtype,
-    },
+    /// All vectors, in float32 that is not rounded.
+    Vectors(Vec<f32>),
 }
 
 impl ShadowWeights {
@@ -167,8 +164,8 @@ impl ShadowTensor {
             let values = tensor_of_bytes(dtype, rows.bytes, columns, &slice);
             match &mut self.shards[shard].storage {
                 Storage::Matrix(matrix) => matrix.write_columns(start, values.view(), columns, first_column),
-                Storage::Vectors { values: all, dtype } => {
-                    host::to_f32(values.view(), *dtype, &mut all[start..start + mine.len()]);
+                Storage::Vectors(all) => {
+                    host::to_f32(values.view(), StorageDtype::F32, &mut all[start..start + mine.len()]);
                 }
             }
         }
@@ -178,7 +175,7 @@ impl ShadowTensor {
     pub fn can_copy(&self, rows: &BorrowedRows<'_>) -> bool {
         self.shards.iter().all(|shard| match &shard.storage {
             Storage::Matrix(matrix) => matrix.can_copy(rows),
-            Storage::Vectors { .. } => false,
+            Storage::Vectors(_) => false,
         })
     }
 
@@ -220,23 +217,23 @@ impl ShadowShard {
         Self { placements: place(parameters).0, storage: Storage::Matrix(matrix) }
     }
 
-    /// A shard of vectors that serve in `dtype`. Each comes with the part of it that the rank holds.
-    pub fn vectors(dtype: StorageDtype, parameters: impl Iterator<Item = (String, Slice)>) -> Self {
+    /// A shard of vectors. Each comes with the part of it that the rank holds.
+    pub fn vectors(parameters: impl Iterator<Item = (String, Slice)>) -> Self {
         let (placements, len) = place(parameters);
-        Self { placements, storage: Storage::Vectors { values: vec![0.0; len], dtype } }
+        Self { placements, storage: Storage::Vectors(vec![0.0; len]) }
     }
 
     /// The matrix; `None` in a shard of vectors.
     pub fn as_matrix_mut(&mut self) -> Option<&mut Matrix> {
         match &mut self.storage {
             Storage::Matrix(matrix) => Some(matrix),
-            Storage::Vectors { .. } => None,
+            Storage::Vectors(_) => None,
         }
     }
 
-    /// The part of a vector that the rank holds; `None` if the shard has no such vector.
+    /// The part of a vector that the rank holds, as it was pushed; `None` if the shard has no such vector.
     pub fn vector(&self, parameter: &str) -> Option<&[f32]> {
-        let Storage::Vectors { values, .. } = &self.storage else { return None };
+        let Storage::Vectors(values) = &self.storage else { return None };
         let Placement { slice, start } = self.placements.get(parameter)?;
         Some(&values[*start..start + slice.rows.len()])
     }

@@ -109,7 +109,7 @@ def checksum_of(tensor: Any, dtype: DtypeName) -> str:
 
     Args:
         tensor: an array, a tensor or `(bytes, dtype, shape)`.
-        dtype: the server's (`ServerInfo.dtype`); the values are rounded to it as the server does.
+        dtype: the parameter's (`ParameterInfo.dtype`); the values are rounded to it as the server does.
 
     Returns:
         SHA-256 of the row-major little-endian bytes, in hexadecimal.

@@ -23,7 +23,7 @@ TOLERANCE = 1e-4
 
 
 @pytest.mark.parametrize("shape", range(SHAPES))
-@pytest.mark.parametrize("family", ["mixtral", "qwen2_moe", "qwen3_moe"])
+@pytest.mark.parametrize("family", ["glm4_moe", "mixtral", "qwen2_moe", "qwen3_moe"])
 def test_random_shapes(pytestconfig, tmp_path, rng, family, shape):
     config = CONFIGS[family](rng)
     print(config.to_json_string())
@@ -120,4 +120,20 @@ def mixtral(rng):
     )
 
 
-CONFIGS = dict(mixtral=mixtral, qwen2_moe=qwen2_moe, qwen3_moe=qwen3_moe)
+def glm4_moe(rng):
+    settings = common(rng)
+    settings["rope_parameters"]["partial_rotary_factor"] = one_of(rng, 0.5, 0.5, 0.25, 1.0)
+    return transformers.Glm4MoeConfig(
+        **settings,
+        n_routed_experts=one_of(rng, 4, 6, 8, 16, 60),
+        moe_intermediate_size=one_of(rng, 16, 24, 48),
+        n_shared_experts=one_of(rng, 1, 1, 2),
+        first_k_dense_replace=one_of(rng, 0, 1, 2),
+        routed_scaling_factor=one_of(rng, 1.0, 1.0, 2.5),
+        norm_topk_prob=one_of(rng, False, True, True),
+        attention_bias=one_of(rng, False, True),
+        use_qk_norm=one_of(rng, False, True),
+    )
+
+
+CONFIGS = dict(glm4_moe=glm4_moe, mixtral=mixtral, qwen2_moe=qwen2_moe, qwen3_moe=qwen3_moe)

@@ -20,6 +20,27 @@ fn experts_model() -> Arc<Parameters> {
     Arc::new(Parameters::new(specs, Dtype::F32, 2, false))
 }
 
+#[test]
+fn a_full_push_may_lack_a_buffer_and_no_other_push_is_whole_without_a_parameter() {
+    const BIAS: &str = "model.layers.1.mlp.gate.e_score_correction_bias";
+    let specs = experts_model().iter().cloned().chain([ParamSpec::buffer(BIAS, EXPERTS)]).collect();
+    let parameters = Arc::new(Parameters::new(specs, Dtype::Bf16, 2, false));
+    assert_eq!(parameters.get(BIAS).unwrap().dtype(parameters.dtype()), Dtype::F32);
+    assert_eq!(parameters.bytes_on_ranks(parameters.get(BIAS).unwrap()).unwrap(), 2 * 4 * EXPERTS as u64);
+    let mut rng = rng(37);
+    let push = parameters.iter().map(|spec| {
+        let bytes = random_bytes(&mut rng, Dtype::F32, spec.shape.iter().product());
+        Sent::new(&spec.name, Dtype::F32, &spec.shape, bytes)
+    });
+    let push: Vec<Sent> = push.collect();
+    let whole = full(receive(UpdateKind::Full, &push, &parameters).unwrap());
+    assert!(whole.names().any(|name| name == BIAS));
+    let lacking = full(receive(UpdateKind::Full, &push[..push.len() - 1], &parameters).unwrap());
+    assert!(lacking.names().all(|name| name != BIAS) && lacking.names().count() == parameters.len() - 1);
+    let expected = ["1 of 14 are missing", "gate.weight"];
+    refused(open(UpdateKind::Full, &push[1..], &parameters), "tensors", &expected);
+}
+
 /// The bytes of the parameters whose names end so, expert by expert, one behind the other.
 fn joined(push: &[Sent], projections: &[&str]) -> Vec<u8> {
     let name = |index, projection| format!("{LAYER}.experts.{index}.{projection}.weight");
