@@ -263,7 +263,7 @@ pub(super) fn with_width(buffer: &Tensor, width: usize) -> Result<Tensor> {
 /// they are kept. None for a model without experts.
 ///
 /// # Errors
-/// If the device has too little memory, or no operators for experts.
+/// If the device has too little memory.
 pub fn routing(shape: &WorkspaceShape) -> std::result::Result<Vec<Routing>, DeviceError> {
     let WorkspaceShape { config, build, max_batch_tokens, .. } = shape;
     let of_one = routing_shape(config, build, *max_batch_tokens);

@@ -10,7 +10,21 @@ use crate::common::{Engine, Push, Request, bits, fixture, random_prompts, random
 use crate::share_driver;
 
 const CUDA: [&str; 2] = ["--device", "cuda"];
-const MODELS: [&str; 8] = ["llama", "llama-tied", "qwen2", "qwen3", "qwen_v1", "mistral", "smollm3", "phi3"];
+const MODELS: [&str; 13] = [
+    "llama",
+    "llama-tied",
+    "qwen2",
+    "qwen3",
+    "qwen_v1",
+    "mistral",
+    "smollm3",
+    "phi3",
+    "qwen2_moe",
+    "qwen3_moe",
+    "qwen3_moe_60",
+    "mixtral",
+    "glm4_moe",
+];
 /// Tokens of each sequence that are compared with transformers.
 const COMPARED: usize = 48;
 /// Largest difference per token in float32 that the numerics contract allows.
@@ -106,7 +120,9 @@ fn bfloat16_is_about_as_far_from_float32_as_the_processors() {
 #[test]
 fn a_sequence_has_the_same_bits_alone_in_a_batch_in_chunks_cached_and_scored() {
     let _shared = share_driver();
-    for (model, dtype) in [("qwen2", "bfloat16"), ("mistral", "bfloat16"), ("qwen3", "float32")] {
+    let with_experts = [("qwen3_moe", "bfloat16"), ("qwen2_moe", "float32")];
+    let dense = [("qwen2", "bfloat16"), ("mistral", "bfloat16"), ("qwen3", "float32")];
+    for (model, dtype) in dense.into_iter().chain(with_experts) {
         let engine = start(model, &["--dtype", dtype]);
         let expected = alone(&engine);
         engine.reset_prefix_cache();
@@ -132,12 +148,14 @@ fn a_sequence_has_the_same_bits_alone_in_a_batch_in_chunks_cached_and_scored() {
 #[test]
 fn merged_and_pushed_weights_are_those_of_the_processor() {
     let _shared = share_driver();
-    for dtype in ["float32", "bfloat16"] {
-        let (ours, cpu) = (start("qwen2", &["--dtype", dtype]), Engine::start("qwen2", &["--dtype", dtype]));
-        let same = |what: &str| assert!(ours.checksums() == cpu.checksums(), "{dtype}: {what}");
+    let dense = ("qwen2", ["peft/bfloat16", "peft/rslora_patterns"]);
+    let with_experts = ("qwen3_moe", ["peft_experts/all_linear", "peft_experts/experts_apart"]);
+    for ((model, adapters), dtype) in [(dense, "float32"), (dense, "bfloat16"), (with_experts, "bfloat16")] {
+        let (ours, cpu) = (start(model, &["--dtype", dtype]), Engine::start(model, &["--dtype", dtype]));
+        let same = |what: &str| assert!(ours.checksums() == cpu.checksums(), "{model} {dtype}: {what}");
         same("as loaded");
         let base = ours.checksums();
-        for adapter in ["peft/bfloat16", "peft/rslora_patterns"] {
+        for adapter in adapters {
             for engine in [&ours, &cpu] {
                 engine.push(Push::lora(adapter)).expect("merged");
             }
@@ -145,7 +163,7 @@ fn merged_and_pushed_weights_are_those_of_the_processor() {
             same(adapter);
         }
         ours.push(Push::base()).expect("back to the base");
-        assert!(ours.checksums() == base, "{dtype}: the base has changed");
+        assert!(ours.checksums() == base, "{model} {dtype}: the base has changed");
         cpu.push(Push::base()).expect("back to the base");
         let (weights, after) = (random_weights(ours.parameters(), 21), random_weights(ours.parameters(), 22));
         for engine in [&ours, &cpu] {
@@ -162,30 +180,25 @@ fn merged_and_pushed_weights_are_those_of_the_processor() {
 #[test]
 fn sleep_gives_the_devices_memory_back_and_wake_brings_the_same_policy() {
     let _shared = share_driver();
-    let engine = start("qwen2", &["--dtype", "bfloat16", "--kv-cache-bytes", "32MiB"]);
-    engine.push(Push::lora("peft/bfloat16")).expect("merged");
-    let (sums, expected) = (engine.checksums(), together(&engine));
-    for _ in 0..2 {
-        let slept = engine.sleep(SleepLevel::One, DrainMode::Wait).expect("sleeps");
-        assert!(slept.kv_cache_bytes >= 32 << 20 && slept.weights_bytes > 0, "{slept:?}");
-        assert_eq!(engine.wake(true, true).expect("wakes"), LifecycleStatus::Running);
-        assert!(engine.checksums() == sums, "after level 1");
-        assert_eq!(together(&engine), expected, "after level 1");
+    for (model, adapter) in [("qwen2", "peft/bfloat16"), ("qwen2_moe", "peft_experts/router")] {
+        let engine = start(model, &["--dtype", "bfloat16", "--kv-cache-bytes", "32MiB"]);
+        engine.push(Push::lora(adapter)).expect("merged");
+        let (sums, expected) = (engine.checksums(), together(&engine));
+        for _ in 0..2 {
+            let slept = engine.sleep(SleepLevel::One, DrainMode::Wait).expect("sleeps");
+            assert!(slept.kv_cache_bytes >= 32 << 20 && slept.weights_bytes > 0, "{model}: {slept:?}");
+            assert_eq!(engine.wake(true, true).expect("wakes"), LifecycleStatus::Running);
+            assert!(engine.checksums() == sums, "{model}: after level 1");
+            assert_eq!(together(&engine), expected, "{model}: after level 1");
+        }
+        let weights = random_weights(engine.parameters(), 31);
+        engine.push(Push::full(&weights)).expect("pushed");
+        let (sums, expected) = (engine.checksums(), together(&engine));
+        let slept = engine.sleep(SleepLevel::Two, DrainMode::Wait).expect("sleeps");
+        assert!(slept.kv_cache_bytes >= 32 << 20 && slept.weights_bytes > 0, "{model}: {slept:?}");
+        assert_eq!(engine.wake(true, true).expect("wakes"), LifecycleStatus::WeightsMissing);
+        engine.push(Push::full(&weights)).expect("pushed");
+        assert!(engine.checksums() == sums, "{model}: after level 2");
+        assert_eq!(together(&engine), expected, "{model}: after level 2");
     }
-    let weights = random_weights(engine.parameters(), 31);
-    engine.push(Push::full(&weights)).expect("pushed");
-    let (sums, expected) = (engine.checksums(), together(&engine));
-    let slept = engine.sleep(SleepLevel::Two, DrainMode::Wait).expect("sleeps");
-    assert!(slept.kv_cache_bytes >= 32 << 20 && slept.weights_bytes > 0, "{slept:?}");
-    assert_eq!(engine.wake(true, true).expect("wakes"), LifecycleStatus::WeightsMissing);
-    engine.push(Push::full(&weights)).expect("pushed");
-    assert!(engine.checksums() == sums, "after level 2");
-    assert_eq!(together(&engine), expected, "after level 2");
-}
-
-#[test]
-fn experts_are_refused_at_the_start() {
-    let _shared = share_driver();
-    let refused = Engine::try_start("qwen3_moe", &CUDA).err().expect("it is refused").to_string();
-    assert!(refused.contains("mixtures of experts do not run on GPUs yet; serve this model with --device cpu"));
 }

@@ -13,12 +13,14 @@ use crate::emulator::{self, calls, emulated, fail, gpus};
 use crate::own_driver;
 use crate::require::require;
 
-const MODELS: [(&str, &str); 5] = [
+const MODELS: [(&str, &str); 7] = [
     ("llama", "bfloat16"),
     ("llama-tied", "float32"),
     ("qwen2", "bfloat16"),
     ("qwen3", "float32"),
     ("mistral", "bfloat16"),
+    ("qwen2_moe", "float32"),
+    ("qwen3_moe", "bfloat16"),
 ];
 const SEED: u64 = 42;
 const LAUNCH: &CStr = c"cuLaunchKernel";

@@ -38,7 +38,9 @@ fn sampled(engine: &Engine, adapter: Option<&str>) -> Bits {
 #[test]
 fn results_have_the_same_bits_on_any_number_of_ranks() {
     let _own = own_driver();
-    for (model, dtype) in [("qwen2", "bfloat16"), ("qwen3", "float32"), ("llama-tied", "bfloat16")] {
+    let dense = [("qwen2", "bfloat16"), ("qwen3", "float32"), ("llama-tied", "bfloat16")];
+    let with_experts = [("qwen2_moe", "float32"), ("qwen3_moe", "bfloat16")];
+    for (model, dtype) in dense.into_iter().chain(with_experts) {
         let expected = sampled(&start(model, 1, &["--dtype", dtype]), None);
         for tp in [2, 4] {
             let engine = start(model, tp, &["--dtype", dtype]);
@@ -66,33 +68,38 @@ fn prompts_with_images_have_the_bits_of_one_rank_on_two_and_four() {
 #[test]
 fn pushes_and_sleep_leave_the_weights_of_the_processor_and_the_bits_of_one_rank() {
     let _own = own_driver();
+    check_pushes_and_sleep("qwen2", "peft/bfloat16");
+    check_pushes_and_sleep("qwen3_moe", "peft_experts/all_linear");
+}
+
+fn check_pushes_and_sleep(model: &str, adapter: &str) {
     let flags = ["--dtype", "bfloat16", "--kv-cache-bytes", "32MiB"];
-    let (cpu, one, two) = (Engine::start("qwen2", &flags), start("qwen2", 1, &flags), start("qwen2", 2, &flags));
+    let (cpu, one, two) = (Engine::start(model, &flags), start(model, 1, &flags), start(model, 2, &flags));
     let engines = [&cpu, &one, &two];
     let weights = random_weights(cpu.parameters(), 21);
     for (what, push) in [
-        ("an adapter", Push::lora("peft/bfloat16")),
+        ("an adapter", Push::lora(adapter)),
         ("a FULL push", Push::full(&weights)),
         ("an adapter on it", Push::lora_of_all(cpu.parameters())),
     ] {
         for engine in engines {
             engine.push(push.clone()).expect(what);
         }
-        assert!(two.checksums() == cpu.checksums(), "{what}");
-        assert_eq!(sampled(&two, None), sampled(&one, None), "{what}");
+        assert!(two.checksums() == cpu.checksums(), "{model}: {what}");
+        assert_eq!(sampled(&two, None), sampled(&one, None), "{model}: {what}");
     }
     let (sums, expected) = (two.checksums(), sampled(&two, None));
     let slept = two.sleep(SleepLevel::One, DrainMode::Wait).expect("sleeps");
     assert!(slept.kv_cache_bytes >= 32 << 20, "{slept:?}");
     assert_eq!(two.wake(true, true).expect("wakes"), LifecycleStatus::Running);
-    assert!(two.checksums() == sums, "after level 1");
-    assert_eq!(sampled(&two, None), expected, "after level 1");
+    assert!(two.checksums() == sums, "{model}: after level 1");
+    assert_eq!(sampled(&two, None), expected, "{model}: after level 1");
     two.sleep(SleepLevel::Two, DrainMode::Wait).expect("sleeps");
     assert_eq!(two.wake(true, true).expect("wakes"), LifecycleStatus::WeightsMissing);
     for engine in [&one, &two] {
         engine.push(Push::full(&weights)).expect("pushed");
     }
-    assert_eq!(sampled(&two, None), sampled(&one, None), "after level 2");
+    assert_eq!(sampled(&two, None), sampled(&one, None), "{model}: after level 2");
 }
 
 #[test]

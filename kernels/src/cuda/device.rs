@@ -129,10 +129,6 @@ impl DeviceImpl for CudaDevice {
                  {MAX_HEAD_DIM}"
             )));
         }
-        if model.experts.is_some() {
-            let message = "mixtures of experts do not run on GPUs yet; serve this model with --device cpu";
-            return Err(DeviceError::Unsupported(message.into()));
-        }
         match self.attention {
             AttentionKernel::Invariant => Ok(()),
             AttentionKernel::Flash => flash::check(&self.context, model),

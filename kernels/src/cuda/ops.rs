@@ -9,7 +9,7 @@ use candle_core::{Result, Tensor};
 use super::activation::Activation;
 use super::attention::PagedAttention;
 use super::context::Context;
-use super::experts::{DeviceRouter, Experts};
+use super::experts::{DeviceRouter, ExpertKernels};
 use super::graphs::CudaGraphs;
 use super::host::HostSide;
 use super::kv::CudaKv;
@@ -57,7 +57,7 @@ pub(super) struct CudaOps {
     rope: Rope,
     rows: RowCopies,
     attention: PagedAttention,
-    experts: Experts,
+    experts: ExpertKernels,
     packer: Packer,
     merger: Merger,
     sampler: Sampler,
@@ -81,7 +81,7 @@ impl CudaOps {
             rope: Rope::load(&context)?,
             rows: RowCopies::load(&context)?,
             attention: PagedAttention::load(&context, attention)?,
-            experts: Experts::load(&context)?,
+            experts: ExpertKernels::load(&context)?,
             packer: Packer::load(&context)?,
             merger: Merger::load(&context)?,
             sampler: Sampler::load(&context)?,

@@ -38,8 +38,9 @@ pub struct Parameters {
 }
 
 impl Parameters {
-    /// Parameters that serve in `dtype`, which is `F32` or `Bf16` (buffers always in `F32`), on `world` ranks. With `tied_head` the head is the
-    /// embedding: `lm_head.weight` is another name of `model.embed_tokens.weight`, and no parameter of its own.
+    /// Parameters that serve in `dtype`, which is `F32` or `Bf16` (buffers always in `F32`), on `world` ranks. With
+    /// `tied_head` the head is the embedding: `lm_head.weight` is another name of `model.embed_tokens.weight`, and no
+    /// parameter of its own.
     pub fn new(specs: Vec<ParamSpec>, dtype: Dtype, world: usize, tied_head: bool) -> Self {
         let index = specs.iter().enumerate().map(|(i, spec)| (spec.name.clone(), i)).collect();
         let (vision_names, ignored) = (VisionNames::of_parameters(&specs), HashMap::new());

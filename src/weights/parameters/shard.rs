@@ -46,8 +46,8 @@ pub struct ParamSpec {
     /// The shape of the whole parameter; a linear weight is `[out_features, in_features]`.
     pub shape: Vec<usize>,
     pub shard: ShardRule,
-    /// Whether it is a float32 buffer in transformers: it serves without rounding, and as trainers push parameters only,
-    /// a FULL push may lack it.
+    /// Whether it is a float32 buffer in transformers: it serves without rounding, and as trainers push parameters
+    /// only, a FULL push may lack it.
     pub is_buffer: bool,
 }
 

@@ -50,7 +50,7 @@ pub(super) struct DeviceRouter<'a> {
 }
 
 /// The kernels of mixtures of experts.
-pub(super) struct Experts {
+pub(super) struct ExpertKernels {
     context: Arc<Context>,
     /// Those of [`LOGITS_TILES`], for each type of weights.
     logits_bf16: Vec<CudaFunction>,
@@ -61,7 +61,7 @@ pub(super) struct Experts {
     add_gated: CudaFunction,
 }
 
-impl Experts {
+impl ExpertKernels {
     pub fn load(context: &Arc<Context>) -> Result<Self> {
         let module = Module::load(context.stream.context(), fat_binary!("experts"))?;
         let logits = |dtype: &str| -> Result<Vec<CudaFunction>> {

@@ -1,8 +1,8 @@
 //! The products of experts: each of some pairs of a row and an expert, sorted by expert, and the expert's part of one
 //! matrix. The tiles are those of other products, so a pair has the bits of a product with its expert's part alone.
 //!
-//! Where the pairs of an expert are is known on the device only. The grid has as many blocks as there can be tiles; each
-//! finds its tile, and those without one end.
+//! Where the pairs of an expert are is known on the device only. The grid has as many blocks as there can be tiles;
+//! each finds its tile, and those without one end.
 
 use candle_core::Result;
 use candle_core::cuda_backend::cudarc::driver::sys;

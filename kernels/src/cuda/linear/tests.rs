@@ -8,7 +8,7 @@ use crate::backend::storage::MatrixImpl;
 use crate::cpu::testing::Random;
 use crate::cuda::activation::Activation;
 use crate::cuda::arena::ArenaAllocation;
-use crate::cuda::experts::{CudaRouting, Experts};
+use crate::cuda::experts::{CudaRouting, ExpertKernels};
 use crate::routing::Routing;
 use crate::routing_shape::RoutingShape;
 use crate::values::TensorView;
@@ -126,7 +126,7 @@ fn routing(device: &Device, shape: RoutingShape, chosen: &[u16]) -> Routing {
     let mut routing = Routing::new(shape, Box::new(storage));
     routing.set_routed(rows);
     routing.set_grouped(0..rows);
-    Experts::load(&device.context).unwrap().group(&routing).unwrap();
+    ExpertKernels::load(&device.context).unwrap().group(&routing).unwrap();
     routing
 }
 
