@@ -1,5 +1,5 @@
-// Mixtures of experts: which experts a row takes, its pairs sorted by expert, and the sum of their outputs. The products
-// of experts are in linear_bf16.cu and linear_f32.cu.
+// Mixtures of experts: routing, sorting of (row, expert) pairs by expert, and the weighted sum of their outputs. The
+// grouped linear layers are in linear_bf16.cu and linear_f32.cu.
 
 #include <math_constants.h>
 #include <stdint.h>
@@ -95,7 +95,7 @@ __device__ __forceinline__ float largest_of(const float* values, int count) {
     return largest;
 }
 
-// Of values in the order of their numbers.
+// The sum of values, added by ascending index.
 __device__ __forceinline__ float sum_of(const float* values, int count) {
     float sum = 0.0f;
     for (int i = 0; i < count; ++i) sum += values[i];
@@ -110,9 +110,9 @@ __device__ __forceinline__ float sum_of_powers(const float* values, int count, f
 
 // The output of one of a row's experts.
 struct Term {
-    // Its pair.
+    // Index of its pair.
     uint32_t row;
-    // Of neighbouring experts.
+    // Index of its group of neighbouring experts.
     int group;
     float weight;
 };

@@ -1,4 +1,4 @@
-// What products with bfloat16 and with float32 weights have in common, and how blocks find the pairs of experts.
+// Shared by the linear layers of bfloat16 and float32 weights; also finds the tile of a block among the experts' pairs.
 #pragma once
 
 #include <stdint.h>

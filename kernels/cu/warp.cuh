@@ -1,4 +1,4 @@
-// What the lanes of a warp compute together.
+// Reductions over the lanes of a warp.
 #pragma once
 
 constexpr unsigned ALL = 0xffffffff;

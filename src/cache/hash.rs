@@ -84,8 +84,8 @@ impl HashChain {
         chain
     }
 
-    /// Appends the next full block of a sequence that begins with `prompt`. `tokens` are the block's own, `block_size`
-    /// of them.
+    /// Appends the next full block of a sequence that begins with `prompt`. `tokens` are the `block_size` tokens of the
+    /// block.
     pub fn push(&mut self, tokens: &[TokenId], prompt: &Prompt) {
         let start = self.len() * tokens.len();
         let end = start + tokens.len();

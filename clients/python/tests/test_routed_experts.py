@@ -55,7 +55,7 @@ def test_experts_of_replies_are_arrays(call, fake, rng, experts):
     assert same(outputs[0].routing, 0, prompt) and same(outputs[0].samples[0].routing, 4, sampled)
     assert outputs[0].routing.experts.flags.writeable
     assert same(outputs[1].routing, 0, prompt[:1])
-    # Of a single token nothing was run, and the bytes do not say how wide an expert is.
+    # A completion of one token has no rows, so its bytes do not show how wide an expert is.
     assert outputs[1].samples[0].routing.experts.shape == (0, 3, 2)
     joined = join_routing(outputs[1].routing, outputs[1].samples[0].routing)
     assert same(joined, 0, prompt[:1])

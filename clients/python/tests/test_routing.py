@@ -172,7 +172,7 @@ def test_experts_that_are_given_back_change_no_bit(served):
     sequences = [output.prompt_token_ids + sample.token_ids for output, sample in pairs]
     routings = [whole(output, sample) for output, sample in pairs]
     free = served.score(sequences, return_routing=True)
-    # Of all tokens, and of some in the middle.
+    # First all tokens are forced, then some in the middle.
     part = [Routing(r.first_token + 3, r.experts[3:9]) if len(r.experts) > 9 else None for r in routings]
     for given in (routings, part):
         scores = served.score(sequences, return_routing=True, routing=given)

@@ -18,7 +18,7 @@ import make_qwen_v1_fixtures as qwen_v1
 
 TEXTS = 10_000
 SEED = 20
-# The newest versions of Unicode have letters where older ones have none; halves of a pair are no text.
+# Newer versions of Unicode have letters that older ones lack; surrogates cannot be encoded.
 UNKNOWN = ("Cn", "Cs")
 
 
