@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import json
 from dataclasses import replace
 
@@ -23,7 +24,7 @@ from rollout_client import (
 )
 from rollout_client.fleet import Fleet
 from rollout_client.replay import Recorder, Verdict, read_receipts, replay
-from serving import FIXTURES, LONG, PUSH_MODEL, bits, server
+from serving import FIXTURES, LONG, PUSH_MODEL, bits, server, wait_for
 
 FLAGS = ["--dtype", "float32", "--return-routing"]
 INFO = {
@@ -244,7 +245,13 @@ def test_a_stream_has_the_experts_of_each_prompt_once(small):
 
 
 def test_a_sample_that_was_cut_has_the_experts_of_its_tokens(small):
-    outputs = small.generate(PROMPTS[:2], 4, LONG, return_text=False, return_routing=True, timeout=0.5)
+    asked = {"return_text": False, "return_routing": True, "request_id": "cut"}
+    with concurrent.futures.ThreadPoolExecutor() as pool:
+        start = small.status().generated_tokens
+        running = pool.submit(small.generate, PROMPTS[:2], 16, LONG, **asked)
+        wait_for(small, lambda status: status.generated_tokens > start + 20, "generating")
+        small.abort("cut")
+        outputs = running.result(120)
     samples = [(output, sample) for output in outputs for sample in output.samples if sample.token_ids]
     assert {sample.finish_reason for _, sample in samples} == {FinishReason.ABORTED}
     scores = small.score([o.prompt_token_ids + s.token_ids for o, s in samples], return_routing=True)
