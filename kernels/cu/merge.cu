@@ -1,5 +1,5 @@
 // The low-rank delta of an adapter, added to weights with the bits of the CPU: a sum over k ascending by fused
-// multiply-add from zero, which is scaled, rounded, and added to the base.
+// multiply-add from zero, which is rounded, scaled, rounded again, and added to the base.
 
 #include "weights.cuh"
 
@@ -45,8 +45,8 @@ __device__ __forceinline__ void load(Stage& stage, const float* a, const float* 
 
 template <typename T>
 __device__ __forceinline__ void add_low_rank(T* w, int64_t stride, int run, int padded_run, const float* a,
-                                             const float* b, int rows, int columns, int rank, float scaling,
-                                             uint32_t roundings) {
+                                             const float* b, int rows, int columns, int rank, uint32_t product,
+                                             float scaling, uint32_t roundings) {
     __shared__ __align__(16) Stage stage;
     const int row = threadIdx.x / ACROSS * ROWS, column = threadIdx.x % ACROSS;
     float sums[ROWS][COLUMNS] = {};
@@ -78,7 +78,7 @@ __device__ __forceinline__ void add_low_rank(T* w, int64_t stride, int run, int 
 #pragma unroll
         for (int i = 0; i < ROWS; ++i) {
             if (row0 + i >= rows) break;
-            const float delta = rounded_by(roundings, sums[i][j] * scaling);
+            const float delta = rounded_by(roundings, rounded_by(product, sums[i][j]) * scaling);
             to[i * stride] = rounded<T>(widen(to[i * stride]) + delta);
         }
     }
@@ -86,12 +86,12 @@ __device__ __forceinline__ void add_low_rank(T* w, int64_t stride, int run, int 
 
 extern "C" __global__ void __launch_bounds__(THREADS)
     add_low_rank_bf16(Bf16* w, int64_t stride, int run, int padded_run, const float* a, const float* b, int rows,
-                      int columns, int rank, float scaling, uint32_t roundings) {
-    add_low_rank(w, stride, run, padded_run, a, b, rows, columns, rank, scaling, roundings);
+                      int columns, int rank, uint32_t product, float scaling, uint32_t roundings) {
+    add_low_rank(w, stride, run, padded_run, a, b, rows, columns, rank, product, scaling, roundings);
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS)
     add_low_rank_f32(float* w, int64_t stride, int run, int padded_run, const float* a, const float* b, int rows,
-                     int columns, int rank, float scaling, uint32_t roundings) {
-    add_low_rank(w, stride, run, padded_run, a, b, rows, columns, rank, scaling, roundings);
+                     int columns, int rank, uint32_t product, float scaling, uint32_t roundings) {
+    add_low_rank(w, stride, run, padded_run, a, b, rows, columns, rank, product, scaling, roundings);
 }

@@ -30,15 +30,17 @@ pub enum LoraDelta {
     Bias(Vec<f32>),
 }
 
-/// `scaling * b a`.
+/// `scaling * b a`, which is computed in float32.
 #[derive(Debug)]
 pub struct LowRank {
     pub rank: usize,
     pub cols: usize,
     /// `[rank, cols]`
-    pub a: Vec<f32>,
+    pub a: TensorData<'static>,
     /// `[rows, rank]`
-    pub b: Vec<f32>,
+    pub b: TensorData<'static>,
+    /// The precision that `b a` is rounded to before it is scaled.
+    pub product: Dtype,
     pub scaling: f32,
     /// The precisions that the delta is rounded to, one after the other, before it is added.
     pub roundings: Vec<Dtype>,
@@ -62,14 +64,15 @@ impl WeightChange {
     /// Bytes of the values that it holds.
     pub fn bytes(&self) -> u64 {
         let replaced = self.replacement.as_ref().map_or(0, |replacement| replacement.values.bytes());
-        let floats = match &self.delta {
+        let delta = match &self.delta {
             None => 0,
-            Some(LoraDelta::Bias(bias)) => bias.len(),
+            Some(LoraDelta::Bias(bias)) => size_of_val(bias.as_slice()),
             Some(LoraDelta::LowRank(LowRank { a, b, magnitude, .. })) => {
-                a.len() + b.len() + magnitude.as_ref().map_or(0, |magnitude| magnitude.lengths.len())
+                let lengths = magnitude.as_ref().map_or(0, |magnitude| size_of_val(magnitude.lengths.as_slice()));
+                a.bytes() + b.bytes() + lengths
             }
         };
-        (replaced + size_of::<f32>() * floats) as u64
+        (replaced + delta) as u64
     }
 
     pub fn low_rank(&self) -> Option<&LowRank> {

@@ -109,8 +109,19 @@ impl<'a> TensorData<'a> {
     pub fn into_f32(self) -> Cow<'a, [f32]> {
         match self {
             Self::F32(values) => values,
-            Self::F16(values) => values.iter().map(|x| x.to_f32()).collect(),
-            Self::Bf16(values) => values.iter().map(|x| x.to_f32()).collect(),
+            values => Cow::Owned(values.part_f32(0..values.len()).into_owned()),
+        }
+    }
+
+    /// The values of a range in float32: exact for every dtype, and without a copy for float32.
+    ///
+    /// # Panics
+    /// If the range passes the end.
+    pub fn part_f32(&self, range: Range<usize>) -> Cow<'_, [f32]> {
+        match self {
+            Self::F32(values) => Cow::Borrowed(&values[range]),
+            Self::F16(values) => values[range].iter().map(|x| x.to_f32()).collect(),
+            Self::Bf16(values) => values[range].iter().map(|x| x.to_f32()).collect(),
         }
     }
 
@@ -132,15 +143,15 @@ impl<'a> TensorData<'a> {
         }
     }
 
-    /// The values at these indices, as float32: exact.
+    /// The values at these indices.
     ///
     /// # Panics
     /// If an index passes the end.
-    pub fn gather_f32(&self, indices: impl Iterator<Item = usize>) -> Vec<f32> {
+    pub fn gather(&self, indices: impl Iterator<Item = usize>) -> TensorData<'static> {
         match self {
-            Self::F32(values) => indices.map(|i| values[i]).collect(),
-            Self::F16(values) => indices.map(|i| values[i].to_f32()).collect(),
-            Self::Bf16(values) => indices.map(|i| values[i].to_f32()).collect(),
+            Self::F32(values) => TensorData::F32(indices.map(|i| values[i]).collect()),
+            Self::F16(values) => TensorData::F16(indices.map(|i| values[i]).collect()),
+            Self::Bf16(values) => TensorData::Bf16(indices.map(|i| values[i]).collect()),
         }
     }
 

@@ -108,19 +108,26 @@ impl Replacement {
 impl LowRank {
     fn add(&self, isa: Isa, rows: Range<usize>, columns: Range<usize>, values: &mut [f32]) {
         let width = columns.len();
-        let a = Rows::new(&self.a[columns.start..], self.rank, width, self.cols);
-        let b =
-            |first: usize, rows: usize| Rows::dense(&self.b[first * self.rank..(first + rows) * self.rank], self.rank);
-        if self.roundings.is_empty() && self.magnitude.is_none() {
-            return add_low_rank(isa, b(rows.start, rows.len()), a, self.scaling, RowsMut::dense(values, width));
+        let a = self.a.part_f32(columns.start..self.a.len());
+        let a = Rows::new(&a, self.rank, width, self.cols);
+        let b = self.b.part_f32(rows.start * self.rank..rows.end * self.rank);
+        if self.product == Dtype::F32 && self.roundings.is_empty() && self.magnitude.is_none() {
+            return add_low_rank(isa, Rows::dense(&b, self.rank), a, self.scaling, RowsMut::dense(values, width));
         }
         let mut delta = vec![0.0; DELTA_ROWS.min(rows.len()) * width];
-        for (first, values) in rows.step_by(DELTA_ROWS).zip(values.chunks_mut(DELTA_ROWS * width)) {
+        let parts = values.chunks_mut(DELTA_ROWS * width).zip(b.chunks(DELTA_ROWS * self.rank));
+        for (first, (values, b)) in rows.step_by(DELTA_ROWS).zip(parts) {
             let delta = &mut delta[..values.len()];
             // Minus zero is the value whose addition changes nothing, not even the sign of a zero.
             delta.fill(-0.0);
-            let b = b(first, values.len() / width);
-            add_low_rank(isa, b, a, self.scaling, RowsMut::dense(delta, width));
+            let b = Rows::dense(b, self.rank);
+            if self.product == Dtype::F32 {
+                add_low_rank(isa, b, a, self.scaling, RowsMut::dense(delta, width));
+            } else {
+                add_low_rank(isa, b, a, 1.0, RowsMut::dense(delta, width));
+                round(self.product, delta);
+                delta.iter_mut().for_each(|x| *x *= self.scaling);
+            }
             self.roundings.iter().for_each(|dtype| round(*dtype, delta));
             add(values, delta);
             if let Some(magnitude) = &self.magnitude {

@@ -113,8 +113,10 @@ impl Merger {
         low_rank: &LowRank,
     ) -> Result<[ArenaAllocation; 2]> {
         let (rank, rows, columns) = (low_rank.rank, merge.rows.clone(), merge.columns.clone());
-        let a = self.upload(host, 0..rank, columns.len(), &|i| &low_rank.a[i * low_rank.cols..][columns.clone()])?;
-        let b = self.upload(host, rows, rank, &|i| &low_rank.b[i * rank..(i + 1) * rank])?;
+        let a = self.upload(host, 0..rank, columns.len(), &|i, row| {
+            low_rank.a.read_f32(i * low_rank.cols + columns.start, row);
+        })?;
+        let b = self.upload(host, rows, rank, &|i, row| low_rank.b.read_f32(i * rank, row))?;
         Ok([a, b])
     }
 
@@ -136,25 +138,26 @@ impl Merger {
         let mut launch = Launch::of(&self.context.stream, function);
         launch.pointer(to.pointer).long(to.stride).int(to.layout.run).int(to.layout.padded_run);
         launch.pointer(a.pointer).pointer(b.pointer).int(rows.len()).int(columns.len()).int(rank);
-        launch.float(low_rank.scaling).int(rounding_code(&low_rank.roundings));
+        launch.int(rounding_code(&[low_rank.product])).float(low_rank.scaling).int(rounding_code(&low_rank.roundings));
         let blocks = [rows.len().div_ceil(TILE_ROWS), columns.len().div_ceil(TILE_COLUMNS)];
         let [x, y] = blocks.map(|blocks| u32::try_from(blocks).expect("tiles of a matrix"));
         // SAFETY: `a` is `[rank, columns]` and `b` `[rows, rank]`, and the matrix has these rows and columns.
         unsafe { launch.start(grid((x, y, 1), THREADS, 0)) }
     }
 
-    /// Copies rows of float32 values to new memory, which may be dropped once what uses it has been started.
-    fn upload<'a>(
+    /// Copies rows of float32 values, which `read` gives by their index, to new memory. The memory may be dropped once
+    /// the kernel that uses it has been launched.
+    fn upload(
         &self,
         host: HostSide<'_>,
         rows: Range<usize>,
         width: usize,
-        row: &(dyn Fn(usize) -> &'a [f32] + Sync),
+        read: &(dyn Fn(usize, &mut [f32]) + Sync),
     ) -> Result<ArenaAllocation> {
         let bytes = rows.len() * width * size_of::<f32>();
         let memory = self.context.scratch.allocate(bytes)?;
         host.send(memory.pointer, rows, width, 0, &|rows, packed: &mut [f32], _| {
-            rows.zip(packed.chunks_exact_mut(width.max(1))).for_each(|(i, packed)| packed.copy_from_slice(row(i)));
+            rows.zip(packed.chunks_exact_mut(width.max(1))).for_each(|(i, packed)| read(i, packed));
         })?;
         Ok(memory)
     }

@@ -319,11 +319,14 @@ fn apply(change: &WeightChange, row: usize, first: usize, values: &mut [f32]) {
 }
 
 fn add_low_rank(change: &LowRank, row: usize, first: usize, values: &mut [f32]) {
-    let LowRank { rank, cols, a, b, scaling, roundings, magnitude, .. } = change;
-    let b = &b[row * rank..][..*rank];
+    let LowRank { rank, cols, a, b, product, scaling, roundings, magnitude, .. } = change;
+    let (a, b) = (a.part_f32(0..a.len()), b.part_f32(row * rank..(row + 1) * rank));
     for (i, value) in values.iter_mut().enumerate() {
         let sum: f64 = b.iter().enumerate().map(|(k, b)| f64::from(*b) * f64::from(a[k * cols + first + i])).sum();
-        let delta = (f64::from(*scaling) * sum) as f32;
+        let delta = match product {
+            Dtype::F32 => (f64::from(*scaling) * sum) as f32,
+            _ => scaling * rounded(sum as f32, *product),
+        };
         *value += roundings.iter().fold(delta, |delta, dtype| rounded(delta, *dtype));
     }
     if let Some(magnitude) = magnitude {

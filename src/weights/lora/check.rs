@@ -209,15 +209,29 @@ impl Checker<'_> {
         let rank = self.config.rank(self.own_name(name)) as usize;
         self.expect_shape(a, &[rank, cols])?;
         self.expect_shape(b, &[rows, rank])?;
-        self.check_expert(&parameter, a, b)?;
-        let magnitude = self.magnitude(name, module, rows, self.same_dtype(a, b)?)?;
+        self.check_expert(&parameter, a)?;
+        let dtype = self.same_dtype(a, b)?;
+        let magnitude = self.magnitude(name, module, rows, dtype)?;
         let scaling = self.config.scaling(self.own_name(name))?;
         self.adapt_bias(name, module, a, scaling)?;
-        let roundings = self.roundings(&parameter, a, b)?;
+        let (product, roundings) = self.roundings(&parameter, dtype);
         let mut first_row = 0;
         for (part, (rows, cols)) in parts.iter().zip(shapes) {
-            let (roundings, expert) = (roundings.clone(), None);
-            let delta = LowRankSpec { a, b, magnitude, rank, first_row, rows, cols, scaling, roundings, kind, expert };
+            let delta = LowRankSpec {
+                a,
+                b,
+                magnitude,
+                rank,
+                first_row,
+                rows,
+                cols,
+                dtype,
+                product,
+                scaling,
+                roundings: roundings.clone(),
+                kind,
+                expert: None,
+            };
             self.set_delta(part, a, DeltaSpec::LowRank(delta))?;
             first_row += rows;
         }
@@ -298,11 +312,25 @@ impl Checker<'_> {
         self.expect_shape(b, &[cols, rank])?;
         let scaling = self.config.scaling(self.own_name(name))?;
         // PEFT rounds the delta weight of an embedding to the base's dtype too before it adds it.
-        let mut roundings = vec![self.same_dtype(a, b)?, self.parameters.dtype()];
+        let dtype = self.same_dtype(a, b)?;
+        let mut roundings = vec![dtype, self.parameters.dtype()];
         roundings.dedup();
         roundings.retain(|dtype| *dtype != Dtype::F32);
-        let (magnitude, first_row, kind, expert) = (None, 0, FactorKind::Embedding, None);
-        let delta = LowRankSpec { a, b, magnitude, rank, first_row, rows, cols, scaling, roundings, kind, expert };
+        let delta = LowRankSpec {
+            a,
+            b,
+            magnitude: None,
+            rank,
+            first_row: 0,
+            rows,
+            cols,
+            dtype,
+            product: Dtype::F32,
+            scaling,
+            roundings,
+            kind: FactorKind::Embedding,
+            expert: None,
+        };
         self.set_delta(&parameter, a, DeltaSpec::LowRank(delta))
     }
 

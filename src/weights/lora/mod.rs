@@ -16,6 +16,7 @@ mod spec;
 #[cfg(test)]
 mod testing;
 
+use std::borrow::Cow;
 use std::collections::BTreeMap;
 
 use rollout_kernels::{LowRank, WeightChange};
@@ -41,14 +42,14 @@ pub struct Adapter {
     changes: BTreeMap<String, WeightChange>,
 }
 
-/// The low-rank factors of one linear layer, whose delta weight is `scaling * b a`.
-#[derive(Clone, Copy, Debug)]
+/// The low-rank factors of one linear layer in float32, whose delta weight is `scaling * b a`.
+#[derive(Clone, Debug)]
 pub struct Factors<'a> {
     pub rank: usize,
     /// `lora_A`, of shape `[rank, in_features]`.
-    pub a: &'a [f32],
+    pub a: Cow<'a, [f32]>,
     /// `lora_B`, of shape `[out_features, rank]`.
-    pub b: &'a [f32],
+    pub b: Cow<'a, [f32]>,
     pub scaling: f32,
 }
 
@@ -85,6 +86,7 @@ impl Adapter {
     /// The factors of a linear layer's weight, if it has factors and they can be applied unmerged.
     pub fn factors(&self, parameter: &str) -> Option<Factors<'_>> {
         let LowRank { rank, a, b, scaling, .. } = self.low_rank(parameter).filter(|low_rank| low_rank.is_plain())?;
+        let [a, b] = [a, b].map(|factor| factor.part_f32(0..factor.len()));
         Some(Factors { rank: *rank, a, b, scaling: *scaling })
     }
 

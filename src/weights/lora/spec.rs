@@ -56,6 +56,10 @@ pub(super) struct LowRankSpec {
     pub first_row: usize,
     pub rows: usize,
     pub cols: usize,
+    /// The dtype of both factors.
+    pub dtype: Dtype,
+    /// The dtype that the product of the factors is rounded to before it is scaled.
+    pub product: Dtype,
     pub scaling: f32,
     pub roundings: Vec<Dtype>,
     pub kind: FactorKind,
@@ -106,14 +110,14 @@ impl WholeSpec {
 impl ChangeSpec {
     fn bytes(&self) -> u64 {
         let whole = self.whole.map_or(0, |whole| whole.rows * whole.cols * whole.dtype.size());
-        let floats = match &self.delta {
+        let delta = match &self.delta {
             None => 0,
-            Some(DeltaSpec::Bias { rows, .. }) => *rows,
-            Some(DeltaSpec::LowRank(LowRankSpec { rank, rows, cols, magnitude, .. })) => {
-                rank * (rows + cols) + magnitude.map_or(0, |_| *rows)
+            Some(DeltaSpec::Bias { rows, .. }) => rows * size_of::<f32>(),
+            Some(DeltaSpec::LowRank(LowRankSpec { rank, rows, cols, dtype, magnitude, .. })) => {
+                rank * (rows + cols) * dtype.size() + magnitude.map_or(0, |_| rows * size_of::<f32>())
             }
         };
-        (whole + size_of::<f32>() * floats) as u64
+        (whole + delta) as u64
     }
 
     fn build<'t>(self, serving: Dtype, values: &dyn Fn(usize) -> TensorData<'t>) -> WeightChange {
@@ -141,31 +145,27 @@ impl ChangeSpec {
 
 impl LowRankSpec {
     fn build<'t>(self, values: &dyn Fn(usize) -> TensorData<'t>) -> LowRank {
-        let Self { rank, first_row, rows, cols, scaling, roundings, kind, .. } = self;
-        if let Some(ExpertFactors { index, experts }) = self.expert {
-            let a = values(self.a).part(index * rank * cols..(index + 1) * rank * cols).into_f32().into_owned();
-            let b = values(self.b);
-            let columns = |row| (0..rank).map(move |r| (row * rank + r) * experts + index);
-            let b = b.gather_f32((first_row..first_row + rows).flat_map(columns));
-            return LowRank { rank, cols, a, b, scaling, roundings, magnitude: None, linear: true };
-        }
-        let (a, b) = (values(self.a).into_f32(), values(self.b).into_f32());
-        let (a, b) = match kind {
-            FactorKind::Embedding => (transpose(&b, rank), transpose(&a, rows)),
-            FactorKind::Linear | FactorKind::TiedHead => {
-                (a.into_owned(), b[first_row * rank..(first_row + rows) * rank].to_vec())
+        let Self { rank, first_row, rows, cols, product, scaling, roundings, kind, .. } = self;
+        let (a, b) = (values(self.a), values(self.b));
+        let (a, b) = match (kind, self.expert) {
+            (FactorKind::Embedding, _) => (transpose(&b, rank), transpose(&a, rows)),
+            (_, Some(ExpertFactors { index, experts })) => {
+                let columns = |row| (0..rank).map(move |r| (row * rank + r) * experts + index);
+                let b = b.gather((first_row..first_row + rows).flat_map(columns));
+                (a.part(index * rank * cols..(index + 1) * rank * cols).into_owned(), b)
             }
+            (_, None) => (a.into_owned(), b.part(first_row * rank..(first_row + rows) * rank).into_owned()),
         };
         let magnitude = self.magnitude.map(|(tensor, sum, factor)| Magnitude {
             lengths: values(tensor).into_f32()[first_row..first_row + rows].to_vec(),
             sum,
             factor,
         });
-        LowRank { rank, cols, a, b, scaling, roundings, magnitude, linear: kind == FactorKind::Linear }
+        LowRank { rank, cols, a, b, product, scaling, roundings, magnitude, linear: kind == FactorKind::Linear }
     }
 }
 
 /// The transpose of a matrix with `cols` columns.
-fn transpose(matrix: &[f32], cols: usize) -> Vec<f32> {
-    (0..cols).flat_map(|col| matrix.iter().skip(col).step_by(cols).copied()).collect()
+fn transpose(matrix: &TensorData<'_>, cols: usize) -> TensorData<'static> {
+    matrix.gather((0..cols).flat_map(|col| (col..matrix.len()).step_by(cols)))
 }

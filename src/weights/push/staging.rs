@@ -7,7 +7,8 @@ use crate::weights::lora::AdapterSpec;
 use crate::weights::parameters::largest_tensor_bytes;
 use crate::weights::update::{TransitBytes, UpdateKind};
 
-/// Most times that an adapter takes the bytes of its tensors as transported: it is float32 once it is read.
+/// Most times that an adapter takes the bytes of its tensors as transported: biases and the magnitudes of DoRA are
+/// float32 once they are read.
 const ADAPTER_GROWTH: u64 = 2;
 /// Most bytes of a FULL push that are kept because they come in the stream before those in front of them. A sender that
 /// goes through each tensor in order needs none.

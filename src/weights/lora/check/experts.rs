@@ -22,8 +22,9 @@ impl Checker<'_> {
                 expected.push(format!("{:?} and {:?} for {tensor}", shapes[0], shapes[1]));
                 continue;
             }
-            self.check_is_plain(a, b)?;
-            let (scaling, roundings) = (self.config.scaling(tensor)?, self.roundings(tensor, a, b)?);
+            self.check_is_plain(a)?;
+            let dtype = self.same_dtype(a, b)?;
+            let (scaling, (product, roundings)) = (self.config.scaling(tensor)?, self.roundings(tensor, dtype));
             let each = mapping.parts.len() / experts;
             for (i, part) in mapping.parts.iter().enumerate() {
                 let index = i / each;
@@ -35,6 +36,8 @@ impl Checker<'_> {
                     first_row: part.first_row - index * rows,
                     rows: rows / each,
                     cols: *cols,
+                    dtype,
+                    product,
                     scaling,
                     roundings: roundings.clone(),
                     kind: FactorKind::Linear,
@@ -54,37 +57,36 @@ impl Checker<'_> {
         Err(self.wrong(a, message))
     }
 
-    /// The precisions that the delta of a linear layer, of experts or of a router is rounded to before it is added.
-    /// PEFT rounds that of a parameter to the parameter's own, and that of a module only to the adapter's.
-    pub(super) fn roundings(&self, parameter: &str, a: usize, b: usize) -> Result<Vec<Dtype>> {
-        let mut roundings = vec![self.same_dtype(a, b)?];
+    /// The precision that the product of factors of `dtype` is rounded to before it is scaled, and those that it is
+    /// rounded to afterwards, before it is added to a linear layer, to experts or to a router.
+    ///
+    /// PEFT multiplies factors of experts in their own precision, and all others in float32 on the CPU. It rounds the
+    /// delta of a parameter (experts, routers) to the parameter's precision, and that of a module to the adapter's only.
+    pub(super) fn roundings(&self, parameter: &str, dtype: Dtype) -> (Dtype, Vec<Dtype>) {
+        let mut roundings = vec![dtype];
         if is_of_experts(parameter) {
             roundings.push(self.parameters.dtype());
             roundings.dedup();
         }
         roundings.retain(|dtype| *dtype != Dtype::F32);
-        Ok(roundings)
+        (if is_expert(parameter) { dtype } else { Dtype::F32 }, roundings)
     }
 
-    /// Checks that the factors of experts are such as PEFT makes, in float32: PEFT rounds those of 16 bits before it
-    /// scales them, too.
-    fn check_is_plain(&self, a: usize, b: usize) -> Result<()> {
-        let dtype = self.same_dtype(a, b)?;
-        if dtype != Dtype::F32 {
-            let message = format!("is {dtype:?}; adapters of experts are supported in float32, as PEFT trains them");
-            return Err(self.wrong(a, message));
-        }
+    /// Checks the factors of one expert's linear layer, as PEFT saved them with transformers 4.
+    pub(super) fn check_expert(&self, parameter: &str, a: usize) -> Result<()> {
+        if is_expert(parameter) { self.check_is_plain(a) } else { Ok(()) }
+    }
+
+    /// Checks that the adapter is one that experts can have.
+    fn check_is_plain(&self, a: usize) -> Result<()> {
         if self.config.dora || self.config.lora_bias {
             return Err(self.wrong(a, "is of experts, which cannot have DoRA or a bias of lora_B".into()));
         }
         Ok(())
     }
+}
 
-    /// Checks the factors of one expert's linear layer, as PEFT saved them with transformers 4.
-    pub(super) fn check_expert(&self, parameter: &str, a: usize, b: usize) -> Result<()> {
-        match is_of_experts(parameter) && !parameter.ends_with(".mlp.gate.weight") {
-            true => self.check_is_plain(a, b),
-            false => Ok(()),
-        }
-    }
+/// Whether a parameter is of an expert, and not of a router.
+fn is_expert(parameter: &str) -> bool {
+    is_of_experts(parameter) && !parameter.ends_with(".mlp.gate.weight")
 }

@@ -32,8 +32,8 @@ fn factors_of_fused_projections_serve_unmerged_by_their_own_rows() {
     for (part, rows) in PARTS {
         let factors = adapter.factors(&format!("{BLOCK}.{part}.weight")).unwrap();
         assert_eq!((factors.rank, factors.scaling), (3, 2.0 / 3.0));
-        assert_eq!(bits(factors.a), bits(&values(0)), "{part}");
-        assert_eq!(bits(factors.b), bits(&values(1)[3 * first_row..3 * (first_row + rows)]), "{part}");
+        assert_eq!(bits(&factors.a), bits(&values(0)), "{part}");
+        assert_eq!(bits(&factors.b), bits(&values(1)[3 * first_row..3 * (first_row + rows)]), "{part}");
         first_row += rows;
     }
 }
@@ -101,13 +101,13 @@ fn adapters_of_qwen_v1_have_its_own_names() {
     let values = |index: usize| push.values[index].clone().into_f32().into_owned();
     for (part, rows) in [("q_proj", 0..18), ("k_proj", 18..36), ("v_proj", 36..54)] {
         let factors = adapter.factors(&format!("{layer}.self_attn.{part}.weight")).unwrap();
-        assert_eq!(bits(factors.a), bits(&values(0)), "{part}");
-        assert_eq!(bits(factors.b), bits(&values(1)[rows]), "{part}");
+        assert_eq!(bits(&factors.a), bits(&values(0)), "{part}");
+        assert_eq!(bits(&factors.b), bits(&values(1)[rows]), "{part}");
     }
     for (module, a, rank, scaling) in [("self_attn.o_proj", 2, 2, 3.0), ("mlp.down_proj", 4, 3, 2.0)] {
         let factors = adapter.factors(&format!("{layer}.{module}.weight")).unwrap();
         assert_eq!((factors.rank, factors.scaling), (rank, scaling), "{module}");
-        assert_eq!((bits(factors.a), bits(factors.b)), (bits(&values(a)), bits(&values(a + 1))), "{module}");
+        assert_eq!((bits(&factors.a), bits(&factors.b)), (bits(&values(a)), bits(&values(a + 1))), "{module}");
     }
     let saved: [(&str, &[usize]); 3] = [
         ("transformer.wte.weight", &[12, 6]),
