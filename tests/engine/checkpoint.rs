@@ -34,7 +34,9 @@ impl Served {
             for entry in std::fs::read_dir(&from).unwrap().map(|entry| entry.unwrap().path()).filter(|p| p.is_file()) {
                 std::fs::copy(&entry, path.join(entry.file_name().unwrap())).unwrap();
             }
-            split(&path);
+            if path.join("model.safetensors").exists() {
+                split(&path);
+            }
         }
         let paths = if path.is_file() { vec![path.clone()] } else { shards(&path) };
         let files = paths.into_iter().map(|path| (path.clone(), std::fs::read(path).unwrap())).collect();
@@ -270,4 +272,35 @@ fn a_checkpoint_replaced_by_another_goes_on_as_it_was() {
         assert_eq!(reload(&engine).expect("they still are"), LifecycleStatus::Running);
         assert!((engine.checksums(), bits(&engine)) == base, "{model} on {tp}");
     }
+}
+
+/// Checkpoints of GLM-4.5 have a layer more than `num_hidden_layers`, which predicts a second token (MTP).
+#[test]
+fn a_layer_that_predicts_a_second_token_is_not_read() {
+    let model = "glm4_moe";
+    let copy = Served::of(model);
+    let (path, bytes) = &copy.files[0];
+    let tensors = safetensors::SafeTensors::deserialize(bytes).unwrap();
+    let mut all = tensors.tensors();
+    let last = all.iter().filter_map(|(name, view)| Some((name.strip_prefix("model.layers.2.")?, view)));
+    let embedding = tensors.tensor("model.embed_tokens.weight").unwrap();
+    let own = ["embed_tokens", "shared_head.head", "eh_proj"].map(|name| (format!("{name}.weight"), &embedding));
+    let more: Vec<_> = last
+        .map(|(name, view)| (name.to_owned(), view))
+        .chain(own)
+        .map(|(name, view)| (format!("model.layers.3.{name}"), view.clone()))
+        .collect();
+    let index = copy.model.join("model.safetensors.index.json");
+    let mut map: serde_json::Value = serde_json::from_slice(&std::fs::read(&index).unwrap()).unwrap();
+    for (name, _) in &more {
+        map["weight_map"][name] = path.file_name().unwrap().to_str().unwrap().into();
+    }
+    std::fs::write(&index, map.to_string()).unwrap();
+    all.extend(more);
+    safetensors::serialize_to_file(all, None, path).unwrap();
+    let (with, without) = (copy.start("2"), Engine::start(model, &["--tp", "2"]));
+    assert!(with.parameters().iter().eq(without.parameters().iter()));
+    assert_eq!(with.checksums(), without.checksums());
+    assert_eq!(bits(&with), bits(&without));
+    push(&with).expect("the other layers are read");
 }

@@ -1,13 +1,13 @@
 //! Log-probabilities of every supported architecture against transformers, over 512-token sequences: in float32 on one
 //! rank and on two of every device, in bfloat16 on every instruction set of the CPU.
 
-use rollout_server::types::{SamplingParams, TokenId};
+use rollout_server::types::{ForcedRouting, SamplingParams, TokenId};
 use safetensors::SafeTensors;
 
 use crate::common::{Engine, Request, fixture, kernels, orders};
 
-/// Models without experts, and all models. With experts, rounding decides which of them a token takes, so that no bound
-/// holds for bfloat16.
+/// Models without experts, and those with experts. With experts, rounding decides which of them a token takes, so that a
+/// bound for bfloat16 holds only where the tokens are given their experts.
 const DENSE: [&str; 8] = ["llama", "llama-tied", "qwen2", "qwen3", "qwen_v1", "mistral", "smollm3", "phi3"];
 const WITH_EXPERTS: [&str; 5] = ["qwen3_moe", "qwen3_moe_60", "qwen2_moe", "mixtral", "glm4_moe"];
 
@@ -40,7 +40,10 @@ impl Reference {
 struct Many {
     sequences: Vec<Vec<TokenId>>,
     float32: Vec<f32>,
+    /// With experts, under those that each token takes in float32.
     bfloat16: Vec<f32>,
+    /// The experts that the tokens of each sequence take in float32.
+    routing: Vec<Option<ForcedRouting>>,
 }
 
 impl Many {
@@ -49,10 +52,21 @@ impl Many {
         let tensors = SafeTensors::deserialize(&file).unwrap();
         let tokens = tensors.tensor("tokens").unwrap().data().as_chunks::<2>().0;
         let tokens: Vec<TokenId> = tokens.iter().map(|t| TokenId::from(u16::from_le_bytes(*t))).collect();
+        let sequences: Vec<Vec<TokenId>> = tokens.chunks_exact(512).map(<[_]>::to_vec).collect();
+        let routing = tensors.tensor("routing").ok().map(|experts| {
+            let row = experts.shape()[2] * experts.shape()[3];
+            experts
+                .data()
+                .chunks_exact(512 * row)
+                .map(|rows| Some(ForcedRouting::new(0, row, &rows[..511 * row])))
+                .collect()
+        });
+        let bfloat16 = if routing.is_some() { "logprobs_bf16_replayed" } else { "logprobs_bf16" };
         Self {
-            sequences: tokens.chunks_exact(512).map(<[_]>::to_vec).collect(),
+            sequences,
             float32: floats(&tensors, "logprobs_f32"),
-            bfloat16: floats(&tensors, "logprobs_bf16"),
+            bfloat16: floats(&tensors, bfloat16),
+            routing: routing.unwrap_or_default(),
         }
     }
 }
@@ -67,7 +81,11 @@ fn floats(tensors: &SafeTensors<'_>, name: &str) -> Vec<f32> {
 
 /// Raw log-probabilities of all sequences, one after the other, without the first token of each.
 fn score(engine: &Engine, sequences: &[Vec<TokenId>]) -> Vec<f32> {
-    let reply = engine.generate(Request::score(sequences.to_vec()));
+    score_routed(engine, sequences, Vec::new())
+}
+
+fn score_routed(engine: &Engine, sequences: &[Vec<TokenId>], routing: Vec<Option<ForcedRouting>>) -> Vec<f32> {
+    let reply = engine.generate(Request { routing, ..Request::score(sequences.to_vec()) });
     reply.prompt_logprobs.iter().flat_map(|(_, tokens)| tokens.iter().map(|t| t.raw)).collect()
 }
 
@@ -118,13 +136,13 @@ fn a_gguf_file_is_its_dequantised_weights() {
 
 #[test]
 fn bfloat16_is_no_farther_from_float32_than_transformers_bfloat16() {
-    for model in DENSE {
+    for model in DENSE.into_iter().chain(WITH_EXPERTS) {
         let many = Many::read(model);
         assert!(many.float32.len() >= 20_000, "{} positions are too few", many.float32.len());
         let theirs = distance(&many.bfloat16, &many.float32);
         for kernel in orders() {
             let engine = Engine::start(model, &["--dtype", "bfloat16", "--kernel", kernel]);
-            let ours = distance(&score(&engine, &many.sequences), &many.float32);
+            let ours = distance(&score_routed(&engine, &many.sequences, many.routing.clone()), &many.float32);
             println!("{model} on {kernel}: {ours:.5?}, transformers' {theirs:.5?}");
             assert!(ours[0].1 > 0.0, "{model}: bfloat16 was not used");
             for ((what, ours), (_, theirs)) in ours.into_iter().zip(theirs) {

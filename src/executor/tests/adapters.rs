@@ -36,7 +36,7 @@ fn bits(values: &[f32]) -> Vec<u32> {
 
 #[test]
 fn a_row_has_the_same_bits_alone_and_in_any_mix_on_any_number_of_ranks() {
-    for model in ["llama", "qwen2", "qwen3"] {
+    for model in ["llama", "qwen2", "qwen3", "qwen_v1", "qwen3_moe"] {
         for dtype in DTYPES {
             let setup = Setup::open(&fixture(model), dtype, 1);
             let mut ranks = setup.ranks();
@@ -112,7 +112,7 @@ fn factors_without_a_place_are_refused_by_name() {
 #[test]
 fn unmerged_is_merged_up_to_rounding() {
     const TOLERANCE: f32 = 1e-4;
-    for model in ["llama", "qwen2", "qwen3", "llama-tied"] {
+    for model in ["llama", "qwen2", "qwen3", "llama-tied", "qwen_v1", "phi3", "smollm3", "qwen3_moe", "glm4_moe"] {
         let setup = Setup::open(&fixture(model), DTYPES[0], 2);
         let layers = if setup.config.tie_word_embeddings { &ALL[..7] } else { &ALL[..] };
         let mut ranks = setup.ranks();
