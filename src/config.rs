@@ -120,7 +120,7 @@ pub struct Config {
 
     /// Keep the experts that tokens take beside their KV, so that requests may ask for them (a mixture-of-experts model
     /// only).
-    #[arg(long, help_heading = "Serving", env = "ROLLOUT_RETURN_ROUTING", alias = "enable-return-routed-experts")]
+    #[arg(long, help_heading = "Serving", env = "ROLLOUT_RETURN_ROUTING")]
     pub return_routing: bool,
 
     /// Maximum samples that wait; further requests fail with RESOURCE_EXHAUSTED.

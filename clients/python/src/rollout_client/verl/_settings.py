@@ -26,7 +26,6 @@ LOGPROBS = {"processed_logprobs": "logprobs", "raw_logprobs": "raw_logprobs"}
 _FIXED: dict[str, tuple[Any, ...]] = {
     "data_parallel_size": (1,),
     "pipeline_model_parallel_size": (1,),
-    "expert_parallel_size": (1, None),
     "quantization": (None,),
     "logprobs_mode": tuple(LOGPROBS),
     "dtype": ("auto", "bfloat16", "float32"),
