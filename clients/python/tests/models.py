@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import shutil
 import struct
 
@@ -109,6 +110,62 @@ def random_adapter(rng, state, *, rank=4, scale=0.2, layers=None):
         "target_modules": LINEAR,
     }
     return tensors, config
+
+
+def random_expert_adapter(rng, state, *, rank=4, scale=0.2):
+    """As `random_adapter`, on the experts of all layers, as PEFT makes it of `target_parameters`."""
+    tensors, targets = {}, {"gate_up_proj": "experts.base_layer", "down_proj": "experts"}
+    for name, array in fused_experts(state).items():
+        experts, _, tensor = name.rpartition(".")
+        if experts.endswith(".experts"):
+            count, rows, columns = array.shape
+            prefix = f"base_model.model.{experts.removesuffix('experts')}{targets[tensor]}"
+            tensors[f"{prefix}.lora_A.weight"] = scale * rng.standard_normal((count * rank, columns), dtype=np.float32)
+            tensors[f"{prefix}.lora_B.weight"] = scale * rng.standard_normal((rows, rank * count), dtype=np.float32)
+    config = {
+        "peft_type": "LORA",
+        "r": rank,
+        "lora_alpha": int(rng.integers(1, 4 * rank)),
+        "target_modules": [],
+        "target_parameters": [f"mlp.experts.{tensor}" for tensor in targets],
+    }
+    return tensors, config
+
+
+def random_router_adapter(rng, state, *, rank=4, scale=0.2):
+    """As `random_adapter`, on the routers of all layers."""
+    tensors = {}
+    for name, array in state.items():
+        if name.endswith(".mlp.gate.weight"):
+            rows, columns = array.shape
+            prefix = f"base_model.model.{name.removesuffix('.weight')}"
+            tensors[f"{prefix}.lora_A.weight"] = scale * rng.standard_normal((rank, columns), dtype=np.float32)
+            tensors[f"{prefix}.lora_B.weight"] = scale * rng.standard_normal((rows, rank), dtype=np.float32)
+    config = {
+        "peft_type": "LORA",
+        "r": rank,
+        "lora_alpha": int(rng.integers(1, 4 * rank)),
+        "target_modules": [],
+        "target_parameters": ["mlp.gate.weight"],
+    }
+    return tensors, config
+
+
+def fused_experts(state):
+    """The parameters as transformers 5 has them in memory: all experts of a layer in two tensors."""
+    fused, experts = {}, {}
+    for name, array in state.items():
+        of_expert = re.fullmatch(r"(.+\.experts)\.(\d+)\.(\w+)\.weight", name)
+        if of_expert is None:
+            fused[name] = array
+        else:
+            prefix, index, projection = of_expert.groups()
+            experts.setdefault(prefix, {}).setdefault(int(index), {})[projection] = array
+    for prefix, by_index in experts.items():
+        each = [by_index[index] for index in range(len(by_index))]
+        fused[f"{prefix}.gate_up_proj"] = np.stack([np.concatenate([e["gate_proj"], e["up_proj"]]) for e in each])
+        fused[f"{prefix}.down_proj"] = np.stack([e["down_proj"] for e in each])
+    return fused
 
 
 def layer_of(name):

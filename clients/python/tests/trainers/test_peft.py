@@ -76,6 +76,18 @@ CASES = {
     ),
     "Qwen v1, biases": ("qwen_v1", torch.float32, {"r": 4, "target_modules": ["c_attn"], "bias": "lora_only"}),
     "SmolLM3, all linear": ("smollm3", torch.float32, {"r": 4, "target_modules": "all-linear"}),
+    "GLM-4.5, experts and attention": (
+        "glm4_moe",
+        torch.float32,
+        {
+            "r": 4,
+            "target_modules": [*ATTENTION, "o_proj"],
+            "target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"],
+            "rank_pattern": {"experts.down_proj": 3},
+            "alpha_pattern": {"experts.gate_up_proj": 5},
+        },
+    ),
+    "GLM-4.5, all linear": ("glm4_moe", torch.float32, {"r": 2, "target_modules": "all-linear"}),
     "all linear, tower and decoder": ("qwen2_5_vl", torch.float32, {"r": 4, "target_modules": "all-linear"}),
     "tower alone": ("qwen2_5_vl", torch.bfloat16, {"r": 2, "target_modules": ["qkv", "merger.mlp.0"]}),
     "InternVL3, all linear": ("internvl3", torch.float32, {"r": 4, "target_modules": "all-linear"}),
@@ -167,7 +179,7 @@ def test_a_pushed_model_serves_what_peft_merges(binary, name, dtype):
         result = client.push_lora(model)
         found, state = client.checksum(), merged_state(model)
         served = dict(part for name, tensor in state.items() for part in served_parameters(name, tensor))
-        assert found == {parameter: checksum_of(served[parameter], dtype) for parameter in before}
+        assert found == {each.name: checksum_of(served[each.name], each.dtype) for each in client.parameters()}
         changed = sum(found[parameter] != before[parameter] for parameter in before)
         assert 0 < changed <= result.parameters
         client.push_full(state)
