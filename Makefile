@@ -28,15 +28,17 @@ TRAINER_TESTS := clients/python/tests/trainers
 # Trainers that pin other versions of what the rest uses: each has .venv-NAME, with its own pins.
 INTEGRATIONS := clients/python/tests/integrations
 INTEGRATED := swift verl
-# Models of `make train`: tiny and tiny-vlm are created on the spot. All are checkpoints with a tokenizer.
+# Models of `make train`: the tiny ones are created on the spot. All are checkpoints with a tokenizer.
 MODEL := tiny
 TRAINED_tiny := $(MODELS)/tiny
 TRAINED_tiny-vlm := $(MODELS)/tiny-vlm
+TRAINED_tiny-moe := $(MODELS)/tiny-moe
 TRAINED_smollm2 := $(MODELS)/SmolLM2-135M-Instruct
-TRAINED = $(or $(TRAINED_$(MODEL)),$(error MODEL=$(MODEL): make train knows tiny, tiny-vlm and smollm2))
+TRAINED = $(or $(TRAINED_$(MODEL)),$(error MODEL=$(MODEL): make train knows tiny, tiny-vlm, tiny-moe and smollm2))
 # Settings of examples/grpo.py: the larger model learns more slowly, and its steps take a hundred times as long.
 TRAIN_FLAGS_tiny :=
 TRAIN_FLAGS_tiny-vlm := --steps 100 --rank 16
+TRAIN_FLAGS_tiny-moe :=
 TRAIN_FLAGS_smollm2 := --steps 40 --questions 4 --rank 16 --learning-rate 3e-4
 TRAIN_FLAGS ?= $(TRAIN_FLAGS_$(MODEL))
 TRAIN_TASK_tiny-vlm := colours
@@ -44,6 +46,7 @@ TRAIN_TASK = $(or $(TRAIN_TASK_$(MODEL)),sorting)
 # One thread for a tiny model: two would wait for each other longer than they compute.
 TRAIN_THREADS_tiny := OMP_NUM_THREADS=1
 TRAIN_THREADS_tiny-vlm := $(TRAIN_THREADS_tiny)
+TRAIN_THREADS_tiny-moe := $(TRAIN_THREADS_tiny)
 # How long `make fuzz` tries each method; FUZZ_SEED and FUZZ_CASE replay a case (a failure prints them).
 SECONDS_PER_TARGET ?= 60
 # How long `make simulate` runs, and its first seed; SEED alone, with SECONDS empty, repeats one run.
@@ -85,7 +88,7 @@ wheel: $(WHEEL_TOOLS)/.installed check-cargo ## the packages that pip installs, 
 demo: setup server $(SMOLLM2) ## samples from a real model, a pushed adapter, sleep and wake
 	@$(BIN)/python -m rollout_client.demo --server $(SERVER) --model $(SMOLLM2)
 
-train: $(TRAINERS)/.installed server ## GRPO on a tiny model, or on MODEL=tiny-vlm (images) or smollm2: a picture of what it learns (installs torch into .venv-trainers)
+train: $(TRAINERS)/.installed server ## GRPO on a tiny model, or on MODEL=tiny-vlm (images), tiny-moe (experts) or smollm2: a picture of what it learns (installs torch into .venv-trainers)
 	@$(MAKE) --no-print-directory $(TRAINED)/model.safetensors
 	$(call say,Training $(notdir $(TRAINED)))
 	@$(TRAIN_THREADS_$(MODEL)) $(TRAINERS)/bin/python examples/grpo.py --server $(SERVER) --model $(TRAINED) --task $(TRAIN_TASK) --out runs/$(MODEL) $(TRAIN_FLAGS)

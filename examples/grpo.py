@@ -5,6 +5,7 @@ name the colour of a square in a picture.
     make train                  # a tiny model, made on the spot: under a minute
     make train MODEL=smollm2    # SmolLM2-135M-Instruct, five minutes
     make train MODEL=tiny-vlm   # a tiny Qwen2.5-VL, made on the spot: its prompts have images
+    make train MODEL=tiny-moe   # a tiny Qwen3-MoE, made on the spot: the trainer replays the experts of the samples
     python examples/grpo.py --server target/release/rollout-server --model .models/tiny --out runs/tiny
 
 Each step wakes the server, pushes the newest adapter into it, lets it sample a group of answers to each question, and
@@ -18,6 +19,7 @@ import argparse
 import json
 import random
 import time
+import warnings
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
@@ -32,6 +34,7 @@ import colours
 import sorting
 from questions import Prompt, Question, encode, model_inputs, shuffle_images
 from rollout_client import PromptOutput, RolloutClient, SamplingParams, ServerProcess
+from routing_replay import replay, routers, sampled_experts
 from training_report import Exam, Step, draw, summary
 
 TASKS = {"sorting": sorting, "colours": colours}
@@ -65,11 +68,14 @@ def load_base(directory: str | Path) -> tuple[Any, transformers.PreTrainedModel]
 
 
 def load(directory: str | Path, settings: Settings) -> tuple[Any, peft.PeftModel]:
-    """The same with a fresh adapter on all linear layers, those of the vision tower too."""
+    """The same with a fresh adapter on all linear layers, those of the vision tower and of experts too."""
     torch.manual_seed(settings.seed)
     processor, base = load_base(directory)
     config = peft.LoraConfig(r=settings.rank, lora_alpha=2 * settings.rank, target_modules="all-linear")
-    return processor, peft.get_peft_model(base, config)
+    with warnings.catch_warnings():
+        # PEFT looks for the patterns that it has itself set for experts among modules, and not among parameters.
+        warnings.filterwarnings("ignore", "The following (rank|alpha)_pattern keys did not match", RuntimeWarning)
+        return processor, peft.get_peft_model(base, config)
 
 
 @dataclass
@@ -80,6 +86,8 @@ class Batch:
     """`[S, T]`."""
     inputs: dict[str, torch.Tensor]
     """What the model needs beside the tokens, if the prompts have images."""
+    experts: torch.Tensor | None
+    """`[S, T, layers, k]`: those that each token took in the server, if the model has experts."""
     answer: torch.Tensor
     """`[S, T - 1]`: whether the token after this place was sampled."""
     old_logprobs: torch.Tensor
@@ -101,7 +109,8 @@ def logprobs(model: torch.nn.Module, batch: Batch, temperature: float) -> torch.
     """
     first = int(batch.answer.any(0).nonzero()[0])  # the logits of the prompts are not needed
     width = batch.tokens.shape[1]
-    logits = model(batch.tokens, **batch.inputs, logits_to_keep=width - first).logits[:, :-1].float() / temperature
+    with replay(model, batch.experts):
+        logits = model(batch.tokens, **batch.inputs, logits_to_keep=width - first).logits[:, :-1].float() / temperature
     logits.index_fill_(-1, placeholders(model.config), -torch.inf)
     chosen = torch.log_softmax(logits, -1).gather(-1, batch.tokens[:, first + 1 :, None])[..., 0]
     return torch.nn.functional.pad(chosen, (first, 0))
@@ -142,7 +151,14 @@ def sample(
         client.wake(["kv_cache"])  # after the push, which can use its memory
         watch("wake")
         tokens, images = [prompt.token_ids for prompt in prompts], [prompt.images for prompt in prompts]
-        groups = client.generate(tokens, images=images, n=n, sampling=sampling, if_weight_version=version)
+        groups = client.generate(
+            tokens,
+            images=images,
+            n=n,
+            sampling=sampling,
+            if_weight_version=version,
+            return_routing=bool(routers(model)),
+        )
         watch("generate")
     watch("sleep")
     return groups
@@ -162,7 +178,8 @@ def make_batch(prompts: Sequence[Prompt], groups: list[PromptOutput], rewards: t
         old_logprobs[row, start:end] = torch.from_numpy(one.logprobs)
     advantages = (rewards - rewards.mean(1, keepdim=True)) / (rewards.std(1, keepdim=True) + 1e-4)
     inputs = model_inputs([prompt for prompt, _ in samples], shape[1])
-    return Batch(tokens, inputs, answer[:, 1:], old_logprobs[:, 1:], advantages.reshape(-1, 1))
+    experts = sampled_experts(groups, shape[1])
+    return Batch(tokens, inputs, experts, answer[:, 1:], old_logprobs[:, 1:], advantages.reshape(-1, 1))
 
 
 def learn(model: peft.PeftModel, optimizer: torch.optim.Optimizer, batch: Batch, settings: Settings) -> float:
@@ -239,6 +256,8 @@ def main() -> None:
         exams["held-out questions, images shuffled among them"] = shuffle_images(held_out, settings.seed)
     processor, model = load(args.model, settings)
     flags = ["--dtype", "float32", "--mem-util", "0.3"]  # float32 as the trainer, so that both agree to 1e-4
+    if routers(model):
+        flags.append("--return-routing")
     with (
         (args.out / "server.log").open("w") as log,
         ServerProcess(args.server, args.model, flags, output=log) as server,

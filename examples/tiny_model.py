@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from tqdm import tqdm
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
 from questions import Prompt, encode, model_inputs
 from sorting import question
@@ -101,7 +101,12 @@ def pretrain(
     return loss.item()
 
 
-def make(directory: Path, steps: int = 400, seed: int = 0) -> None:
+def make(
+    directory: Path,
+    steps: int = 400,
+    seed: int = 0,
+    make_model: Callable[[PreTrainedTokenizerFast], PreTrainedModel] = make_model,
+) -> None:
     """Writes the checkpoint, the same one for the same seed on the same machine."""
     torch.manual_seed(seed)
     tokenizer = make_tokenizer([question([0]).chat[0]["content"]], SPECIALS, CHAT_TEMPLATE)

@@ -44,6 +44,10 @@ $(TRAINED_tiny-vlm)/model.safetensors: examples/tiny_vlm.py examples/tiny_model.
 	$(call say,Making a tiny model of text and images in $(@D))
 	@$(TRAIN_THREADS_tiny-vlm) $(TRAINERS)/bin/python examples/tiny_vlm.py $(@D)
 
+$(TRAINED_tiny-moe)/model.safetensors: examples/tiny_moe.py examples/tiny_model.py | $(TRAINERS)/.installed
+	$(call say,Making a tiny model with experts in $(@D))
+	@$(TRAIN_THREADS_tiny-moe) $(TRAINERS)/bin/python examples/tiny_moe.py $(@D)
+
 $(TRAINED_smollm2)/model.safetensors: $(SMOLLM2) benches/convert.py | $(TRAINERS)/.installed
 	$(call say,Converting SmolLM2-135M-Instruct to a checkpoint that can be trained: $(@D))
 	@$(TRAINERS)/bin/python benches/convert.py --tokenizer $(SMOLLM2) $(@D)
