@@ -16,7 +16,7 @@ from rollout_client import PromptOutput, join_routing
 
 
 def routers(model: torch.nn.Module) -> list[Qwen3MoeTopKRouter]:
-    """The routers of a Qwen3-MoE, by layer; none in a model without experts."""
+    """The routers of a Qwen3-MoE, by layer; none in any other model."""
     return [module for module in model.modules() if isinstance(module, Qwen3MoeTopKRouter)]
 
 
