@@ -1,4 +1,4 @@
-"""verl's trainer on the CPU, by verl's own registries of platforms and engines: its FSDP engine over gloo.
+"""verl's trainer on the CPU, by verl's own registries of platforms and engines: FSDP and VeOmni over gloo.
 
 verl imports this module in each of its processes (`VERL_USE_EXTERNAL_MODULES=cpu_platform`, `VERL_PLATFORM=cpu`).
 """
@@ -6,6 +6,7 @@ verl imports this module in each of its processes (`VERL_USE_EXTERNAL_MODULES=cp
 from __future__ import annotations
 
 import contextlib
+import functools
 import types
 from typing import Any
 
@@ -107,11 +108,41 @@ class PlatformCPU(PlatformBase):
         return None
 
 
-def _register_engine() -> None:
+class _OtherExperts:
+    """VeOmni's manager of replays: verl's, for routers that all choose experts next to those that they would.
+
+    So a run agrees with the server only if verl replaces every choice that matters by what the server returned.
+    """
+
+    def __init__(self, replay: Any) -> None:
+        self._replay = replay
+
+    def on_router_forward(self, module: torch.nn.Module, scores: torch.Tensor, experts: torch.Tensor) -> torch.Tensor:
+        return self._replay.on_router_forward(module, scores, (experts + 1) % scores.shape[1])
+
+
+def _register_engines() -> None:
+    import veomni.arguments
+
+    # In float32, for which verl has no setting: verl takes this class from here.
+    veomni.arguments.MixedPrecisionConfig = functools.partial(
+        veomni.arguments.MixedPrecisionConfig, param_dtype="float32"
+    )
+    from veomni.utils.moe_router_replay import set_active_replay
     from verl.workers.engine.base import EngineRegistry
     from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
+    from verl.workers.engine.veomni.transformer_impl import VeOmniEngineWithLMHead
 
-    EngineRegistry.register(model_type="language_model", backend=["fsdp", "fsdp2"], device="cpu")(FSDPEngineWithLMHead)
+    class VeOmniEngine(VeOmniEngineWithLMHead):
+        _autocast_dtype = torch.float32
+
+        def initialize(self) -> None:
+            super().initialize()
+            if self._router_replay is not None:
+                set_active_replay(_OtherExperts(self._router_replay))
+
+    for engine, backends in (FSDPEngineWithLMHead, ["fsdp", "fsdp2"]), (VeOmniEngine, ["veomni"]):
+        EngineRegistry.register(model_type="language_model", backend=backends, device="cpu")(engine)
 
 
 def _take_the_cpu_once() -> None:
@@ -125,4 +156,4 @@ def _take_the_cpu_once() -> None:
 
 
 _take_the_cpu_once()
-_register_engine()
+_register_engines()
