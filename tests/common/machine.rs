@@ -3,11 +3,24 @@
 use std::path::PathBuf;
 
 use rollout_kernels::cpu::Isa;
+use rollout_server::types::TokenId;
+use safetensors::SafeTensors;
 
 /// A file or directory of `tests/fixtures`; `ROLLOUT_FIXTURES` says where that is, where a test does not run in the
 /// checkout that it was built in.
 pub fn fixture(name: &str) -> PathBuf {
     path_of("ROLLOUT_FIXTURES", concat!(env!("CARGO_MANIFEST_DIR"), "/tests/fixtures")).join(name)
+}
+
+/// Sequences of a fixture with experts, and the bytes of the experts that each of their tokens takes in transformers.
+pub fn recorded_routing(model: &str) -> (Vec<Vec<TokenId>>, Vec<Vec<Vec<u8>>>) {
+    let file = std::fs::read(fixture(model).join("reference.safetensors")).unwrap();
+    let stored = SafeTensors::deserialize(&file).unwrap();
+    let (tokens, routing) = (stored.tensor("tokens").unwrap(), stored.tensor("routing").unwrap());
+    let (len, row) = (tokens.shape()[1], routing.shape()[2..].iter().product());
+    let ids: Vec<TokenId> = tokens.data().as_chunks().0.iter().map(|id| u32::from_le_bytes(*id)).collect();
+    let rows: Vec<Vec<u8>> = routing.data().chunks_exact(row).map(<[u8]>::to_vec).collect();
+    (ids.chunks_exact(len).map(<[_]>::to_vec).collect(), rows.chunks_exact(len).map(<[_]>::to_vec).collect())
 }
 
 /// The path that a variable of the environment names, or `built` if it is not set.

@@ -3,6 +3,7 @@
 
 pub mod images;
 mod machine;
+mod policy;
 mod weights;
 
 use std::collections::BTreeMap;
@@ -13,7 +14,8 @@ use std::sync::mpsc::{Receiver, channel};
 use std::time::Duration;
 
 use clap::Parser;
-pub use machine::{fixture, kernels, orders, path_of, rounds_activations};
+pub use machine::{fixture, kernels, orders, path_of, recorded_routing, rounds_activations};
+pub use policy::{Bits, FAMILIES, check_pushes_and_sleep, push_in_place};
 use rollout_server::config::Config;
 use rollout_server::engine::{
     Activity, AdapterTarget, CancelFlag, Command, Completion, DrainMode, EngineHandle, EngineStatus, Event,
@@ -31,7 +33,7 @@ use rollout_server::weights::{
     DeclaredPush, Dtype, Parameters, Source, Sources, TensorEntry, UpdateHeader, UpdateKind, VerifiedPush,
 };
 use safetensors::tensor::TensorView;
-pub use weights::{StateDict, random_weights, to_bytes, write_checkpoint};
+pub use weights::{StateDict, random_weights, to_bytes, with_fused_experts, write_checkpoint};
 
 /// Longest wait for an answer; a longer one is a hang.
 const PATIENCE: Duration = Duration::from_secs(120);

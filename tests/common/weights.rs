@@ -27,6 +27,26 @@ pub fn random_weights(parameters: &Parameters, seed: u64) -> StateDict {
     parameters.iter().map(&mut tensor).collect()
 }
 
+/// The same weights as transformers has them in memory: the projections of all experts of a layer are one tensor, or two.
+pub fn with_fused_experts(weights: &StateDict) -> StateDict {
+    let mut fused = weights.clone();
+    for experts in weights.keys().filter_map(|name| name.strip_suffix(".0.gate_proj.weight")) {
+        for (tensor, projections) in [("gate_up_proj", &["gate_proj", "up_proj"][..]), ("down_proj", &["down_proj"])] {
+            let (mut count, mut rows, mut columns, mut values) = (0, 0, 0, Vec::new());
+            while fused.contains_key(&format!("{experts}.{count}.{}.weight", projections[0])) {
+                for projection in projections {
+                    let (shape, part) = fused.remove(&format!("{experts}.{count}.{projection}.weight")).unwrap();
+                    (rows, columns) = (rows + shape[0], shape[1]);
+                    values.extend(part);
+                }
+                count += 1;
+            }
+            fused.insert(format!("{experts}.{tensor}"), (vec![count, rows / count, columns], values));
+        }
+    }
+    fused
+}
+
 /// Writes a checkpoint with these weights and everything else of the fixture `like`.
 pub fn write_checkpoint(like: &str, weights: &StateDict) -> tempfile::TempDir {
     let dir = tempfile::tempdir().unwrap();

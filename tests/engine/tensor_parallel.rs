@@ -4,7 +4,10 @@ use rand::{Rng, SeedableRng};
 use rollout_server::engine::{AdapterTarget, DrainMode, SleepLevel};
 use serde_json::{Value, json};
 
-use crate::common::{Engine, Push, Request, StateDict, random_prompts, random_weights, write_checkpoint};
+use crate::common::{
+    Engine, FAMILIES, Push, Request, StateDict, check_pushes_and_sleep, random_prompts, random_weights,
+    write_checkpoint,
+};
 
 /// Shape of a random Llama: number of attention heads of 16 values, number of key-value heads, width of the MLP.
 struct Shape {
@@ -154,6 +157,21 @@ fn an_uneven_vocabulary_has_the_bits_of_one_rank() {
             for (mine, expected) in run(tp).iter().zip(&one) {
                 assert!(mine == expected, "{dtype} --tp {tp}: {} differs from one rank", expected.0);
             }
+        }
+    }
+}
+
+#[test]
+fn every_family_serves_is_pushed_to_sleeps_and_wakes_on_four_ranks() {
+    for (model, adapter) in FAMILIES {
+        for dtype in ["float32", "bfloat16"] {
+            let [one, four] = ["1", "4"].map(|tp| Engine::start(model, &["--dtype", dtype, "--tp", tp]));
+            check_pushes_and_sleep(&format!("{model} {dtype} --tp 4"), &four, &[&one], adapter, |engine| {
+                let prompts = random_prompts(35, 4, 1..50, 512);
+                let reply = engine.generate(Request::generate(prompts, 2, 8, 16));
+                assert!(reply.error.is_none(), "{:?}", reply.error);
+                reply.bits()
+            });
         }
     }
 }

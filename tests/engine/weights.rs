@@ -11,7 +11,8 @@ use safetensors::SafeTensors;
 use sha2::{Digest as _, Sha256};
 
 use crate::common::{
-    Engine, Push, Reply, Request, StateDict, kernels, random_prompts, random_weights, to_bytes, write_checkpoint,
+    Engine, Push, Reply, Request, StateDict, kernels, push_in_place, random_prompts, random_weights, to_bytes,
+    write_checkpoint,
 };
 
 const MODES: [&[&str]; 3] =
@@ -149,18 +150,8 @@ fn in_place_and_staged_pushes_give_the_same_bits() {
     let (staged, in_place) = (Engine::start("llama", &flags), Engine::start("llama", &flags));
     let weights = random_weights(staged.parameters(), 31);
     staged.push(Push::full(&weights)).expect("pushed");
-    let push = Push { in_place: true, ..Push::full(&weights) };
-    in_place.ask(|reply| pause(DrainMode::Keep, reply)).expect("paused");
-    in_place.push(push).expect("pushed");
-    in_place.ask(|reply| rollout_server::engine::Command::Resume { reply }).expect("resumed");
+    push_in_place(&in_place, Push::full(&weights));
     assert_same_policy(&in_place, &staged, 4, "in place");
-}
-
-fn pause(
-    mode: DrainMode,
-    reply: rollout_server::engine::Reply<rollout_server::error::Result<()>>,
-) -> rollout_server::engine::Command {
-    rollout_server::engine::Command::Pause { mode, cancel: Default::default(), reply }
 }
 
 /// Starts a request that is longer than any push takes, and waits until the engine is some steps into it.

@@ -1,0 +1,81 @@
+//! What trainers do to the weights of an engine, and that engines with other ranks or on other devices do the same.
+
+use rollout_server::engine::{Command, DrainMode, LifecycleStatus, SleepLevel};
+use rollout_server::types::TokenId;
+
+use super::{Engine, Push, random_weights, with_fused_experts};
+
+/// Every engine here has at least as large a KV cache.
+const CACHE_BYTES: u64 = 32 << 20;
+
+/// For each sample, the tokens and the bits of both log-probabilities.
+pub type Bits = Vec<Vec<(TokenId, u32, u32)>>;
+
+/// Families that need more of ranks and pushes than Llama, Mistral and Qwen from the second on do: experts, or other
+/// names and rotations. And an adapter of the fixtures for each that has one there.
+pub const FAMILIES: [(&str, Option<&str>); 8] = [
+    ("qwen3_moe", Some("peft_experts/all_linear")),
+    ("qwen3_moe_60", Some("peft_experts/down_proj")),
+    ("glm4_moe", None),
+    ("qwen2_moe", Some("peft_experts/all_linear_shared")),
+    ("mixtral", Some("peft_experts/experts_apart_mixtral")),
+    ("qwen_v1", None),
+    ("smollm3", None),
+    ("phi3", None),
+];
+
+/// Serves, merges adapters, takes FULL pushes beside and in place, sleeps at both levels and wakes. After each of these
+/// `engine` samples what `others[0]` samples, and has the weights of all `others`. The first adapter is the directory
+/// `adapter` of the fixtures, or one of all linear layers, those of experts included.
+pub fn check_pushes_and_sleep(
+    what: &str,
+    engine: &Engine,
+    others: &[&Engine],
+    adapter: Option<&str>,
+    sample: impl Fn(&Engine) -> Bits,
+) {
+    let mut last = None;
+    let mut same = |step: &str| {
+        let (sums, bits) = (engine.checksums(), sample(engine));
+        for (index, other) in others.iter().enumerate() {
+            assert!(other.checksums() == sums, "{what}: {step}: the weights of engine {index} are others");
+        }
+        assert_eq!(bits, sample(others[0]), "{what}: {step}");
+        assert!(last.replace(bits.clone()).as_ref() != Some(&bits), "{what}: {step}: the policy before it serves");
+        (sums, bits)
+    };
+    let push = |push: &Push| [&[engine], others].concat().iter().for_each(|e| drop(e.push(push.clone()).expect(what)));
+    let (_, bits) = same("as loaded");
+    assert_eq!(sample(engine), bits, "{what}: from the prefix cache");
+    let weights = [21, 22].map(|seed| random_weights(engine.parameters(), seed));
+    let lora = || Push::lora_of_all(engine.parameters());
+    push(&adapter.map_or_else(lora, Push::lora));
+    same("an adapter");
+    push(&Push::full(&weights[0]));
+    same("a FULL push");
+    push(&lora());
+    same("an adapter on it");
+    // In place and with fused experts, as trainers have them in memory; elsewhere beside and each expert alone.
+    push_in_place(engine, Push::full(&with_fused_experts(&weights[1])));
+    others.iter().for_each(|other| drop(other.push(Push::full(&weights[1])).expect(what)));
+    let (sums, bits) = same("a FULL push in place");
+
+    let slept = engine.sleep(SleepLevel::One, DrainMode::Wait).expect(what);
+    assert!(slept.kv_cache_bytes >= CACHE_BYTES && slept.weights_bytes > 0, "{what}: {slept:?}");
+    assert_eq!(engine.wake(true, true).expect(what), LifecycleStatus::Running);
+    assert!(engine.checksums() == sums, "{what}: after level 1");
+    assert_eq!(sample(engine), bits, "{what}: after level 1");
+    engine.sleep(SleepLevel::Two, DrainMode::Wait).expect(what);
+    assert_eq!(engine.wake(true, true).expect(what), LifecycleStatus::WeightsMissing);
+    push(&Push::full(&weights[0]));
+    same("after level 2");
+    engine.assert_all_free();
+}
+
+/// Pushes into the serving weights, while nothing runs.
+pub fn push_in_place(engine: &Engine, push: Push) {
+    let pause = |reply| Command::Pause { mode: DrainMode::Wait, cancel: Default::default(), reply };
+    engine.ask(pause).expect("paused");
+    engine.push(Push { in_place: true, ..push }).expect("pushed in place");
+    engine.ask(|reply| Command::Resume { reply }).expect("resumed");
+}
