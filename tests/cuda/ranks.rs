@@ -4,10 +4,10 @@
 use std::process::Stdio;
 use std::time::{Duration, Instant};
 
-use rollout_server::engine::{AdapterTarget, DrainMode, LifecycleStatus, SleepLevel};
+use rollout_server::engine::AdapterTarget;
 use rollout_server::types::{SamplingParams, TokenId};
 
-use crate::common::{Engine, Push, Request, random_prompts, random_weights};
+use crate::common::{Bits, Engine, FAMILIES, Push, Request, check_pushes_and_sleep, random_prompts};
 use crate::{images, own_driver};
 
 /// Longest wait for a process that ends when a rank dies; a longer one is a hang.
@@ -22,9 +22,6 @@ fn start(model: &str, tp: usize, flags: &[&str]) -> Engine {
 fn prompts() -> Vec<Vec<TokenId>> {
     random_prompts(11, 4, 1..30, 250)
 }
-
-/// For each prompt, the tokens and the bits of both log-probabilities of its sample.
-type Bits = Vec<Vec<(TokenId, u32, u32)>>;
 
 fn sampled(engine: &Engine, adapter: Option<&str>) -> Bits {
     let params = SamplingParams { max_tokens: 4, temperature: 0.8, top_p: 0.9, ..Default::default() };
@@ -68,38 +65,13 @@ fn prompts_with_images_have_the_bits_of_one_rank_on_two_and_four() {
 #[test]
 fn pushes_and_sleep_leave_the_weights_of_the_processor_and_the_bits_of_one_rank() {
     let _own = own_driver();
-    check_pushes_and_sleep("qwen2", "peft/bfloat16");
-    check_pushes_and_sleep("qwen3_moe", "peft_experts/all_linear");
-}
-
-fn check_pushes_and_sleep(model: &str, adapter: &str) {
     let flags = ["--dtype", "bfloat16", "--kv-cache-bytes", "32MiB"];
-    let (cpu, one, two) = (Engine::start(model, &flags), start(model, 1, &flags), start(model, 2, &flags));
-    let engines = [&cpu, &one, &two];
-    let weights = random_weights(cpu.parameters(), 21);
-    for (what, push) in [
-        ("an adapter", Push::lora(adapter)),
-        ("a FULL push", Push::full(&weights)),
-        ("an adapter on it", Push::lora_of_all(cpu.parameters())),
-    ] {
-        for engine in engines {
-            engine.push(push.clone()).expect(what);
-        }
-        assert!(two.checksums() == cpu.checksums(), "{model}: {what}");
-        assert_eq!(sampled(&two, None), sampled(&one, None), "{model}: {what}");
+    let dense = ("qwen2", 2, Some("peft/bfloat16"));
+    for (model, tp, adapter) in FAMILIES.map(|(model, adapter)| (model, 4, adapter)).into_iter().chain([dense]) {
+        let (cpu, one, several) = (Engine::start(model, &flags), start(model, 1, &flags), start(model, tp, &flags));
+        let what = format!("{model} --tp {tp}");
+        check_pushes_and_sleep(&what, &several, &[&one, &cpu], adapter, |engine| sampled(engine, None));
     }
-    let (sums, expected) = (two.checksums(), sampled(&two, None));
-    let slept = two.sleep(SleepLevel::One, DrainMode::Wait).expect("sleeps");
-    assert!(slept.kv_cache_bytes >= 32 << 20, "{slept:?}");
-    assert_eq!(two.wake(true, true).expect("wakes"), LifecycleStatus::Running);
-    assert!(two.checksums() == sums, "{model}: after level 1");
-    assert_eq!(sampled(&two, None), expected, "{model}: after level 1");
-    two.sleep(SleepLevel::Two, DrainMode::Wait).expect("sleeps");
-    assert_eq!(two.wake(true, true).expect("wakes"), LifecycleStatus::WeightsMissing);
-    for engine in [&one, &two] {
-        engine.push(Push::full(&weights)).expect("pushed");
-    }
-    assert_eq!(sampled(&two, None), sampled(&one, None), "{model}: after level 2");
 }
 
 #[test]
