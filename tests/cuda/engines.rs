@@ -6,7 +6,9 @@ use rollout_server::engine::{DrainMode, LifecycleStatus, SleepLevel};
 use rollout_server::types::{SamplingParams, TokenId, sample_seed};
 use safetensors::SafeTensors;
 
-use crate::common::{Engine, Push, Request, bits, fixture, random_prompts, random_weights};
+use crate::common::{
+    Engine, Push, Request, bits, fixture, push_in_place, random_prompts, random_weights, with_fused_experts,
+};
 use crate::share_driver;
 
 const CUDA: [&str; 2] = ["--device", "cuda"];
@@ -174,6 +176,33 @@ fn merged_and_pushed_weights_are_those_of_the_processor() {
             engine.push(Push { new_version: Some(41), ..Push::delta(&weights, &after, 40) }).expect("pushed");
         }
         same("a DELTA push");
+    }
+}
+
+#[test]
+fn experts_pushed_in_place_or_in_one_tensor_are_those_pushed_beside_and_alone() {
+    let _shared = share_driver();
+    for (model, dtype) in [("qwen3_moe", "bfloat16"), ("qwen3_moe_60", "float32"), ("glm4_moe", "bfloat16")] {
+        let (engine, cpu) = (start(model, &["--dtype", dtype]), Engine::start(model, &["--dtype", dtype]));
+        let [weights, others] = [51, 52].map(|seed| random_weights(engine.parameters(), seed));
+        let fused = with_fused_experts(&weights);
+        assert!(fused.len() < weights.len() && fused.keys().any(|name| name.ends_with(".experts.gate_up_proj")));
+        let (beside, in_place) = (|push| drop(engine.push(push).expect("pushed")), |push| push_in_place(&engine, push));
+        beside(Push::full(&weights));
+        cpu.push(Push::full(&weights)).expect("pushed");
+        let (sums, bits) = (engine.checksums(), together(&engine));
+        assert!(sums == cpu.checksums(), "{model} {dtype}");
+        for (what, tensors, push) in [
+            ("each in place", &weights, &in_place as &dyn Fn(Push)),
+            ("in one tensor in place", &fused, &in_place),
+            ("in one tensor beside", &fused, &beside),
+        ] {
+            in_place(Push::full(&others));
+            assert!(engine.checksums() != sums, "{model} {dtype}: {what}");
+            push(Push::full(tensors));
+            assert!(engine.checksums() == sums, "{model} {dtype}: {what}");
+            assert_eq!(together(&engine), bits, "{model} {dtype}: {what}");
+        }
     }
 }
 

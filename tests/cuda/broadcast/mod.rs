@@ -15,7 +15,7 @@ use serde_json::{Value, json};
 use server::{Http, Server, refusal, until};
 use trainer::{Tensors, Trainer, broadcasts, info, new_id, tensors};
 
-use crate::common::{Engine, Push, StateDict, random_weights};
+use crate::common::{Engine, Push, StateDict, random_weights, with_fused_experts};
 use crate::emulator::gpus;
 use crate::require::require;
 use crate::share_driver;
@@ -30,8 +30,8 @@ const CHILD: &str = "CUDA_BROADCAST_CHILD";
 struct Oracle(Engine);
 
 impl Oracle {
-    fn new() -> Self {
-        Self(Engine::start(MODEL, &["--dtype", "bfloat16", "--kv-cache-bytes", "2MiB"]))
+    fn new(model: &str) -> Self {
+        Self(Engine::start(model, &["--dtype", "bfloat16", "--kv-cache-bytes", "2MiB"]))
     }
 
     fn weights(&self, seed: u64) -> (StateDict, BTreeMap<String, String>) {
@@ -55,7 +55,7 @@ fn empty() -> Value {
 fn pushes_leave_the_weights_of_the_inline_way() {
     require!(gpus(2));
     let _shared = share_driver();
-    let (oracle, server) = (Oracle::new(), Server::start(MODEL, &[]));
+    let (oracle, server) = (Oracle::new(MODEL), Server::start(MODEL, &[]));
     let http = &server.http;
     let config = http.get("/server_info?config_format=json");
     assert_eq!(config["vllm_config"]["weight_transfer_config"], json!({"backend": "nccl"}));
@@ -85,10 +85,25 @@ fn pushes_leave_the_weights_of_the_inline_way() {
 }
 
 #[test]
+fn experts_come_to_all_ranks_in_one_tensor_or_each_alone() {
+    require!(gpus(3));
+    let _shared = share_driver();
+    let model = "qwen3_moe";
+    let (oracle, server) = (Oracle::new(model), Server::start(model, &["--tp", "2"]));
+    let trainer = Trainer::join(&server.http, 2, Some(BUFFER));
+    for (seed, is_fused) in [(1, true), (2, false)] {
+        let (weights, expected) = oracle.weights(seed);
+        let sent = if is_fused { with_fused_experts(&weights) } else { weights };
+        trainer.update(&tensors(&sent, |i| i % 2 == 0), 2, &empty());
+        assert!(server.http.checksums() == expected, "in one tensor: {is_fused}");
+    }
+}
+
+#[test]
 fn pushes_come_while_the_server_sleeps_and_after_it_has() {
     require!(gpus(2));
     let _shared = share_driver();
-    let (oracle, server) = (Oracle::new(), Server::start(MODEL, &[]));
+    let (oracle, server) = (Oracle::new(MODEL), Server::start(MODEL, &[]));
     let http = &server.http;
     let trainer = Trainer::join(http, 1, Some(BUFFER));
     let mut sent = Vec::new();
@@ -123,7 +138,7 @@ fn pushes_come_while_the_server_sleeps_and_after_it_has() {
 fn every_rank_receives_the_weights() {
     require!(gpus(3));
     let _shared = share_driver();
-    let (oracle, server) = (Oracle::new(), Server::start(MODEL, &["--tp", "2"]));
+    let (oracle, server) = (Oracle::new(MODEL), Server::start(MODEL, &["--tp", "2"]));
     let http = &server.http;
     assert_eq!(http.get("/get_world_size")["world_size"], 2);
     let too_few = json!({"init_info": {"nccl_unique_id_b64": trainer::base64(&new_id().0), "rank_offset": 1,
@@ -140,7 +155,7 @@ fn every_rank_receives_the_weights() {
 fn pushes_that_are_refused_change_nothing() {
     require!(gpus(2));
     let _shared = share_driver();
-    let (oracle, server) = (Oracle::new(), Server::start(MODEL, &[]));
+    let (oracle, server) = (Oracle::new(MODEL), Server::start(MODEL, &[]));
     let http = &server.http;
     for path in ["/start_weight_update", "/finish_weight_update"] {
         assert!(http.refused(path, &empty(), 409).contains("POST /"), "{path}");
@@ -199,7 +214,7 @@ fn pushes_that_are_refused_change_nothing() {
 fn a_refused_call_leaves_group_and_names_as_they_were() {
     require!(gpus(2));
     let _shared = share_driver();
-    let (oracle, server) = (Oracle::new(), Server::start(MODEL, &[]));
+    let (oracle, server) = (Oracle::new(MODEL), Server::start(MODEL, &[]));
     let http = &server.http;
     let trainer = Trainer::join(http, 1, Some(BUFFER));
     let (weights, _) = oracle.weights(1);
@@ -231,7 +246,7 @@ fn a_refused_call_leaves_group_and_names_as_they_were() {
 fn others_see_who_sends_and_can_end_the_push() {
     require!(gpus(2));
     let _shared = share_driver();
-    let (oracle, server) = (Oracle::new(), Server::start(MODEL, &[]));
+    let (oracle, server) = (Oracle::new(MODEL), Server::start(MODEL, &[]));
     let http = &server.http;
     let (weights, expected) = oracle.weights(1);
     let all = tensors(&weights, |_| true);
@@ -263,7 +278,7 @@ fn others_see_who_sends_and_can_end_the_push() {
 fn a_group_whose_bytes_were_not_received_is_left() {
     require!(gpus(2));
     let _shared = share_driver();
-    let (oracle, server) = (Oracle::new(), Server::start(MODEL, &[]));
+    let (oracle, server) = (Oracle::new(MODEL), Server::start(MODEL, &[]));
     let http = &server.http;
     let (weights, expected) = oracle.weights(1);
     let good = tensors(&weights, |_| false);
@@ -358,7 +373,7 @@ fn a_trainer_that_dies() {
 fn a_trainer_that_dies_changes_nothing() {
     require!(gpus(2));
     let _shared = share_driver();
-    let (oracle, server) = (Oracle::new(), Server::start(MODEL, &[]));
+    let (oracle, server) = (Oracle::new(MODEL), Server::start(MODEL, &[]));
     let http = &server.http;
     let (weights, expected) = oracle.weights(1);
     let all = tensors(&weights, |_| true);
@@ -386,7 +401,7 @@ fn a_trainer_that_dies_changes_nothing() {
 fn a_call_of_a_trainer_that_has_left_takes_nothing_from_the_next() {
     require!(gpus(2));
     let _shared = share_driver();
-    let (oracle, server) = (Oracle::new(), Server::start(MODEL, &[]));
+    let (oracle, server) = (Oracle::new(MODEL), Server::start(MODEL, &[]));
     let http = &server.http;
     let (weights, expected) = oracle.weights(1);
     let all = tensors(&weights, |_| true);
@@ -418,7 +433,7 @@ fn a_call_of_a_trainer_that_has_left_takes_nothing_from_the_next() {
 fn a_trainer_that_stands_still_is_given_up() {
     require!(gpus(2));
     let _shared = share_driver();
-    let (oracle, server) = (Oracle::new(), Server::start(MODEL, &["--update-idle-seconds", "5"]));
+    let (oracle, server) = (Oracle::new(MODEL), Server::start(MODEL, &["--update-idle-seconds", "5"]));
     let http = &server.http;
     let (weights, expected) = oracle.weights(1);
     let all = tensors(&weights, |_| true);
@@ -453,7 +468,7 @@ fn a_trainer_that_stands_still_is_given_up() {
 fn the_store_of_a_trainer_is_found() {
     require!(gpus(3));
     let _shared = share_driver();
-    let (oracle, server) = (Oracle::new(), Server::start(MODEL, &["--tp", "2"]));
+    let (oracle, server) = (Oracle::new(MODEL), Server::start(MODEL, &["--tp", "2"]));
     let http = &server.http;
     let (weights, expected) = oracle.weights(1);
     for wrong in [b"".to_vec(), b"cos\nsystem\n(S'true'\ntR.".to_vec(), new_id().0.to_vec()] {

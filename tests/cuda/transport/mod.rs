@@ -13,7 +13,9 @@ use rollout_server::types::{SamplingParams, TokenId};
 use rollout_server::weights::{Allocation, DeclaredPush, Source, TensorEntry, VerifiedPush};
 use trainer::{BLOCK_BYTES, Trainer, lend, open, uuid};
 
-use crate::common::{Engine, Push, Request, StateDict, random_prompts, random_weights, update_sender};
+use crate::common::{
+    Engine, Push, Request, StateDict, random_prompts, random_weights, update_sender, with_fused_experts,
+};
 use crate::emulator::{self, emulated, gpus};
 use crate::own_driver;
 use crate::require::require;
@@ -100,21 +102,25 @@ fn delta(engine: &Engine, before: &StateDict, after: &StateDict) -> Push {
 #[test]
 fn pushes_from_device_memory_are_those_inline() {
     let _own = own_driver();
-    for (tp, allocations) in [(1, 3), (2, 4)] {
+    let (dense, with_experts) = (("qwen2", "peft/bfloat16"), ("qwen3_moe", "peft_experts/all_linear"));
+    for ((model, adapter), tp, allocations) in [(dense, 1, 3), (dense, 2, 4), (with_experts, 2, 4)] {
         if !gpus(tp) {
             continue;
         }
-        let [inline, lent] = [(); 2].map(|()| start("qwen2", &["--tp", &tp.to_string()]));
+        let [inline, lent] = [(); 2].map(|()| start(model, &["--tp", &tp.to_string()]));
         let [first, second] = [1, 2].map(|seed| random_weights(inline.parameters(), seed));
         let mut trainer = Trainer::new();
         for (i, what) in ["an adapter", "a FULL push", "an adapter on it", "a DELTA", "no digests"].iter().enumerate() {
             let mut given = match i {
-                0 | 2 => Push::lora("peft/bfloat16"),
+                0 | 2 => Push::lora(adapter),
                 1 => Push::full(&first),
                 3 => delta(&inline, &first, &second),
                 _ => Push::full(&second),
             };
             inline.push(given.clone()).expect(what);
+            if i == 1 {
+                given = Push::full(&with_fused_experts(&first));
+            }
             let allocations = lend(&mut trainer, &mut given, allocations, tp, Some(4), i as u64);
             if *what == "no digests" {
                 given.tensors.iter_mut().for_each(|(entry, _)| entry.digest = None);
@@ -123,7 +129,7 @@ fn pushes_from_device_memory_are_those_inline() {
             push(&lent, &given).expect(what);
             let expected = before.map(|count| count.map(|count| count + allocations));
             assert_eq!(opened_and_closed(), expected, "{what}: each allocation is opened once, and closed");
-            assert!(seen(&lent) == seen(&inline), "{what}, --tp {tp}");
+            assert!(seen(&lent) == seen(&inline), "{model}: {what}, --tp {tp}");
             trainer.ask("free");
         }
     }
