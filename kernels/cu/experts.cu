@@ -132,10 +132,11 @@ ROUTER_LOGITS(router_logits_f32_1x1, 1, 1, float)
 ROUTER_LOGITS(router_logits_f32_8x4, 8, 4, float)
 
 // Chooses the experts of a row by its logits and weighs them; see `Ops::route`. `bias` is null for a softmax, and then
-// the logits stay; `forced` `[rows, top_k]` may be null. One warp for each row.
+// the logits stay; `forced` `[rows, top_k]` may be null. `kept` is another place for the experts, in rows of
+// `kept_row`, or null. One warp for each row.
 extern "C" __global__ void __launch_bounds__(WARP)
     route(float* logits, int64_t logits_stride, int experts, const float* bias, const uint32_t* forced, int normalise,
-          float scale, int top_k, uint16_t* chosen, float* weights) {
+          float scale, int top_k, uint16_t* chosen, float* weights, uint16_t* kept, int kept_row) {
     extern __shared__ float values[];
     float* sorted = values + top_k;
     int* numbers = reinterpret_cast<int*>(sorted + top_k);
@@ -147,7 +148,9 @@ extern "C" __global__ void __launch_bounds__(WARP)
     for (int i = lane; i < experts; i += WARP) is_finite &= isfinite(row[i]) && !(bias && isnan(bias[i]));
     if (!__all_sync(ALL, is_finite)) {
         for (int i = lane; i < top_k; i += WARP) {
-            chosen[first + i] = given ? given[i] : i;
+            const int expert = given ? given[i] : i;
+            chosen[first + i] = expert;
+            if (kept) kept[blockIdx.x * kept_row + i] = expert;
             weights[first + i] = CUDART_NAN_F;
         }
         return;
@@ -175,6 +178,7 @@ extern "C" __global__ void __launch_bounds__(WARP)
         for (int j = 0; j < top_k; ++j) place += is_before(values[j], numbers[j], values[i], numbers[i]);
         sorted[place] = values[i];
         chosen[first + place] = numbers[i];
+        if (kept) kept[blockIdx.x * kept_row + place] = numbers[i];
     }
     __syncwarp();
     float divisor = 1.0f;

@@ -265,10 +265,15 @@ impl Devices {
     }
 
     /// Bytes of page-locked memory of the host through which values go to them and come back, at most, where rank 0
-    /// samples from `logits_bytes` bytes of logits at once. 0 where the memory is the host's.
-    pub fn host_bytes(&self, logits_bytes: usize) -> u64 {
-        let logits = |rank: usize| if rank == 0 { logits_bytes } else { 0 };
-        self.memories().enumerate().map(|(rank, device)| device.0.host_bytes(logits(rank))).sum()
+    /// samples from `logits_bytes` bytes of logits at once, and reads `kept_bytes` bytes of the experts of a step. 0
+    /// where the memory is the host's.
+    pub fn host_bytes(&self, logits_bytes: usize, kept_bytes: usize) -> u64 {
+        let of_rank = |rank: usize| if rank == 0 { (logits_bytes, kept_bytes) } else { (0, 0) };
+        let bytes = |(rank, device): (usize, &Device)| {
+            let (logits, kept) = of_rank(rank);
+            device.0.host_bytes(logits, kept)
+        };
+        self.memories().enumerate().map(bytes).sum()
     }
 
     /// Limits the memory that the process may take on them to `bytes` in all, the same on each: larger allocations fail

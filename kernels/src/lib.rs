@@ -53,7 +53,7 @@ pub use merge::{LoraDelta, LowRank, Magnitude, Merge, MergeBase, ReadValues, Rep
 pub use ops::Ops;
 pub use patches::Patches;
 pub use rotary::{RotaryPositions, RotaryTables};
-pub use routing::{Router, Routing, Scoring};
+pub use routing::{KeptExperts, Router, Routing, Scoring};
 pub use routing_shape::{NOT_FORCED, RoutingShape, expert_groups};
 pub use sampling::{Distribution, Sampled, SampledTokens, SamplingTask, TokenLogprobs};
 pub use step::{AttentionSequence, AttentionShape, Padding, RowTasks, Step, StepInput};

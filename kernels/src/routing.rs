@@ -21,6 +21,8 @@ pub struct Router<'a> {
     pub normalise: bool,
     /// The factor of all weights: `routed_scaling_factor`, 1 where a model has none.
     pub scale: f32,
+    /// Number of the layer among those with experts: where its experts are kept, if they are.
+    pub layer: usize,
 }
 
 /// How a router scores the experts by their logits. The experts with the highest scores are chosen; of equal scores,
@@ -111,5 +113,23 @@ impl Routing {
     pub(crate) fn storage_mut<S: RoutingImpl>(&mut self) -> &mut S {
         let storage: &mut dyn Any = &mut *self.storage;
         storage.downcast_mut().expect("a routing of this device")
+    }
+}
+
+/// Experts of rows that the device may still be choosing.
+pub struct KeptExperts<'a>(Box<dyn FnOnce() -> Result<Vec<u16>> + 'a>);
+
+impl<'a> KeptExperts<'a> {
+    /// `read` waits for the device and copies what it has written.
+    pub(crate) fn new(read: impl FnOnce() -> Result<Vec<u16>> + 'a) -> Self {
+        Self(Box::new(read))
+    }
+
+    /// Waits for the experts, `[rows, layers, top_k]`, in each layer that with the largest weight first.
+    ///
+    /// # Errors
+    /// If the device fails.
+    pub fn read(self) -> Result<Vec<u16>> {
+        (self.0)()
     }
 }

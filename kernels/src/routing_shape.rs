@@ -18,13 +18,36 @@ pub struct RoutingShape {
     pub top_k: usize,
     /// The experts whose matrices this rank has: those of all ranks, or an aligned run of [`expert_groups`].
     pub local: Range<usize>,
+    /// Of how many layers the experts are kept until the next step, for
+    /// [`Ops::kept_experts`](crate::Ops::kept_experts); 0 if of none.
+    pub kept_layers: usize,
 }
 
 impl RoutingShape {
     /// Memory that a routing takes.
     pub fn bytes(&self) -> usize {
         let pair = size_of::<u16>() + size_of::<f32>() + 2 * size_of::<u32>();
-        self.rows * self.top_k * pair + 2 * (self.local.len() + 1) * size_of::<u32>()
+        self.rows * self.top_k * pair + 2 * (self.local.len() + 1) * size_of::<u32>() + self.kept_bytes()
+    }
+
+    /// Bytes of the experts that are kept.
+    pub fn kept_bytes(&self) -> usize {
+        self.rows * self.kept_row() * size_of::<u16>()
+    }
+
+    /// Where the experts of layer `layer` are kept among those of a row; `None` if those of no layer are.
+    ///
+    /// # Panics
+    /// If the layer is not one of those.
+    pub(crate) fn kept_places(&self, layer: usize) -> Option<Range<usize>> {
+        let Self { top_k, kept_layers, .. } = *self;
+        assert!(kept_layers == 0 || layer < kept_layers, "layer {layer} of {kept_layers} whose experts are kept");
+        (kept_layers > 0).then(|| layer * top_k..(layer + 1) * top_k)
+    }
+
+    /// Experts that are kept of a row.
+    pub(crate) fn kept_row(&self) -> usize {
+        self.kept_layers * self.top_k
     }
 
     /// The most pairs of a row and an expert of this rank that `rows` rows make: rows of the buffers between
@@ -72,7 +95,7 @@ mod tests {
 
     #[test]
     fn a_rank_has_an_aligned_run_of_whole_groups() {
-        let shape = |experts, local| RoutingShape { rows: 4, experts, top_k: 2, local };
+        let shape = |experts, local| RoutingShape { rows: 4, experts, top_k: 2, local, kept_layers: 0 };
         for (experts, local) in [(8, 0..8), (8, 7..8), (60, 15..30), (60, 30..60), (7, 0..7), (128, 96..128)] {
             shape(experts, local).check();
         }

@@ -216,11 +216,11 @@ impl Rank {
     /// A block of experts with a router, forced and free rows, and a shared expert, in two runs of rows.
     fn experts(&mut self, dtype: StorageDtype, is_sigmoid: bool) {
         let (rows, hidden, width, experts, top_k) = (3, 16, 16, 6, 2);
-        let shape = RoutingShape { rows, experts, top_k, local: 0..3 };
+        let shape = RoutingShape { rows, experts, top_k, local: 0..3, kept_layers: 0 };
         let mut routing = self.device.routing(shape).unwrap();
         let (gate, bias) = (self.matrix(dtype, experts, hidden), self.device.upload(&values(experts)).unwrap());
         let scoring = if is_sigmoid { Scoring::Sigmoid { bias: &bias } } else { Scoring::Softmax };
-        let router = Router { gate: &gate, scoring, normalise: is_sigmoid, scale: 1.5 };
+        let router = Router { gate: &gate, scoring, normalise: is_sigmoid, scale: 1.5, layer: 0 };
         let (x, logits, out) = (self.tensor(rows, hidden), self.zeros(rows, experts), self.zeros(rows, hidden));
         let forced = [NOT_FORCED, NOT_FORCED, 5, 1, 0, 2];
         self.ops.route(&x, &router, Some(&forced), &logits, &mut routing).unwrap();

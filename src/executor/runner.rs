@@ -4,7 +4,7 @@ use std::collections::HashSet;
 use std::ops::Range;
 
 use candle_core::Tensor;
-use rollout_kernels::{KvCache, Ops, Padding, Routing, Sampled, SampledTokens};
+use rollout_kernels::{KeptExperts, KvCache, Ops, Padding, Routing, Sampled, SampledTokens};
 use tracing::trace_span;
 
 use super::adapters::ResidentAdapters;
@@ -18,7 +18,7 @@ use crate::model::{
     AdapterDeltas, Decoder, ForwardContext, LOGITS_ROWS, PlacedEmbeddings, TowerShape, TowerWorkspace, Workspace,
     WorkspaceShape, routing,
 };
-use crate::types::{LogitsRow, PictureEncode, RoutingFormat, StepOutput, StepPlan};
+use crate::types::{LogitsRow, PictureEncode, StepOutput, StepPlan};
 use crate::weights::ShadowShard;
 
 /// One rank of the model: operators, weights, KV cache, workspace, and its end of the communicator.
@@ -31,8 +31,8 @@ pub struct ModelRunner {
     workspace_shape: WorkspaceShape,
     /// `None` while it is released.
     workspace: Option<Workspace>,
-    /// Empty while they are released, and for a model without experts.
-    routing: Vec<Routing>,
+    /// `None` while it is released, and for a model without experts.
+    routing: Option<Routing>,
     /// `None` for a model of text alone.
     tower_shape: Option<TowerShape>,
     /// `None` while it is released, and for a model of text alone.
@@ -131,7 +131,7 @@ impl ModelRunner {
 
         let mut sampled = Vec::new();
         self.ops.capture_or_replay(&step, &*self.comm, || {
-            decoder.forward(&context, &mut self.kv, &mut self.routing)?;
+            decoder.forward(&context, &mut self.kv, self.routing.as_mut())?;
             match is_in_graph {
                 true => head.answer(|logits, rows| Ok(self.ops.sample_in_graph(logits, &step, rows)?)),
                 false => Ok(()),
@@ -146,15 +146,26 @@ impl ModelRunner {
         } else if self.comm.rank() == 0 {
             sampled.push((0..wanted.len(), self.ops.sampled(&step)?));
         }
+        let kept = self.kept_experts(plan.num_tokens())?;
         let tokens = Vec::with_capacity(plan.tasks().count());
         let mut output = StepOutput { tokens, failed: Vec::new(), routing: Vec::new() };
         for (rows, sampled) in sampled {
             collect(sampled, &wanted[rows], &mut output)?;
         }
-        if let Some(format) = format.filter(|_| self.workspace_shape.keeps_routing && self.comm.rank() == 0) {
-            output.routing = written_experts(&self.routing, &format, plan.num_tokens())?;
+        if let Some((kept, format)) = kept.zip(format) {
+            format.write(&kept.read()?, &mut output.routing);
         }
         Ok(output)
+    }
+
+    /// Starts to bring the experts of a step's rows to the host, on the rank that returns them.
+    fn kept_experts(&self, rows: usize) -> Result<Option<KeptExperts<'_>>> {
+        match &self.routing {
+            Some(routing) if routing.shape().kept_layers > 0 && self.comm.rank() == 0 => {
+                Ok(Some(self.ops.kept_experts(routing, rows)?))
+            }
+            _ => Ok(None),
+        }
     }
 
     /// Runs blocks of the vision tower over a picture.
@@ -243,7 +254,7 @@ impl ModelRunner {
             MemoryKind::KvCache => self.kv.iter_mut().for_each(KvCache::release),
             MemoryKind::Workspace => {
                 self.workspace = None;
-                self.routing = Vec::new();
+                self.routing = None;
                 self.tower = None;
                 self.batch = FlatBatch::default();
                 self.adapters.release_buffers();
@@ -306,16 +317,6 @@ impl Head<'_> {
         }
         Ok(())
     }
-}
-
-/// The experts that the first `rows` rows took in all layers, as `format` says.
-fn written_experts(routing: &[Routing], format: &RoutingFormat, rows: usize) -> Result<Vec<u8>> {
-    let layers = routing.iter().map(|layer| layer.read_experts(0..rows)).collect::<candle_core::Result<Vec<_>>>()?;
-    let mut written = Vec::with_capacity(rows * format.row_bytes());
-    for row in (0..rows).map(|row| row * format.top_k..(row + 1) * format.top_k) {
-        layers.iter().for_each(|layer| format.write(&layer[row.clone()], &mut written));
-    }
-    Ok(written)
 }
 
 /// Waits for the answers to `rows` of the plan and appends them to `output`.

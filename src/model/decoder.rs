@@ -60,9 +60,14 @@ impl Decoder {
     }
 
     /// Runs all layers over a batch and writes its KV. Leaves the final hidden state, normalised for
-    /// [`Decoder::logits`], in the workspace's `normed`, one row per token. `routing` is that of all layers with
-    /// experts, or has one for each of them.
-    pub fn forward(&self, context: &ForwardContext<'_>, kv: &mut [KvCache], routing: &mut [Routing]) -> Result<()> {
+    /// [`Decoder::logits`], in the workspace's `normed`, one row per token. All layers with experts share `routing`,
+    /// which a model without experts has not.
+    pub fn forward(
+        &self,
+        context: &ForwardContext<'_>,
+        kv: &mut [KvCache],
+        mut routing: Option<&mut Routing>,
+    ) -> Result<()> {
         let ForwardContext { ops, comm, step, .. } = *context;
         let workspace = &context.workspace.rows(step.rows())?;
         let context = &ForwardContext { workspace, ..*context };
@@ -75,7 +80,7 @@ impl Decoder {
         for (i, (layer, kv)) in self.layers.iter().zip(kv).enumerate() {
             layer.attention.forward(context, &self.rope, kv)?;
             layer.feed_forward_norm.add_forward(ops, &w.hidden, &w.delta, layer.attention.bias(), &w.normed)?;
-            layer.feed_forward.forward(context, &mut sparse_layers, routing)?;
+            layer.feed_forward.forward(context, &mut sparse_layers, routing.as_deref_mut())?;
             let next_norm = self.layers.get(i + 1).map_or(&self.norm, |next| &next.attention_norm);
             next_norm.add_forward(ops, &w.hidden, &w.delta, layer.feed_forward.bias(), &w.normed)?;
         }
@@ -157,14 +162,18 @@ impl FeedForward {
 
     /// Reads the workspace's `normed` and leaves the block's term of the residual stream in `delta`, without
     /// [`FeedForward::bias`]. `sparse_layers` counts the layers with experts so far.
-    fn forward(&self, context: &ForwardContext<'_>, sparse_layers: &mut usize, routing: &mut [Routing]) -> Result<()> {
+    fn forward(
+        &self,
+        context: &ForwardContext<'_>,
+        sparse_layers: &mut usize,
+        routing: Option<&mut Routing>,
+    ) -> Result<()> {
         match self {
             Self::Dense(mlp) => mlp.forward(context, &context.workspace.step.delta),
             Self::Sparse(experts) => {
                 let index = *sparse_layers;
                 *sparse_layers += 1;
-                let last = routing.len() - 1;
-                experts.forward(context, index, &mut routing[index.min(last)])
+                experts.forward(context, index, routing.expect("a model with experts has a routing"))
             }
         }
     }

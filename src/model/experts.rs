@@ -91,7 +91,8 @@ impl Experts {
             Some(CorrectionBias { values, .. }) => Scoring::Sigmoid { bias: values },
             None => Scoring::Softmax,
         };
-        let router = Router { gate: self.router.weight(), scoring, normalise: self.normalised, scale: self.scale };
+        let (gate, normalise, scale) = (self.router.weight(), self.normalised, self.scale);
+        let router = Router { gate, scoring, normalise, scale, layer: index };
         let forced = context.forced.get(index).map(Vec::as_slice);
         ops.route(&w.normed, &router, forced, &experts.logits, routing)?;
         for first in (0..rows).step_by(EXPERT_ROWS) {

@@ -26,7 +26,7 @@ pub use decoder::Decoder;
 pub use layers::Build;
 pub use parameterized::{ParamSlot, Parameterized};
 pub use tower::{Tower, TowerShape, TowerWorkspace};
-pub use workspace::{LOGITS_ROWS, Workspace, WorkspaceShape, kv_bytes_per_block, kv_caches, routing};
+pub use workspace::{LOGITS_ROWS, Workspace, WorkspaceShape, kv_bytes_per_block, kv_caches, routing, routing_shape};
 
 /// This rank's part of a model.
 pub struct Model {

@@ -1,6 +1,5 @@
 //! Buffers of a rank that are made once: the activations of one step, and the KV caches.
 
-use std::iter::repeat_n;
 use std::sync::Arc;
 
 use candle_core::{Result, Tensor};
@@ -156,9 +155,10 @@ impl<T> HeadBuffers<T> {
 
 impl ExpertBuffers<Extent> {
     /// `None` for a model without experts.
-    fn plan(config: &ModelConfig, build: &Build, max_batch_tokens: usize) -> Option<Self> {
-        let experts = config.experts.as_ref()?;
-        let shape = routing_shape(config, build, max_batch_tokens)?;
+    fn plan(workspace: &WorkspaceShape) -> Option<Self> {
+        let WorkspaceShape { config, max_batch_tokens, .. } = workspace;
+        let (experts, max_batch_tokens) = (config.experts.as_ref()?, *max_batch_tokens);
+        let shape = routing_shape(workspace)?;
         let (hidden, width) = (config.hidden_size, experts.intermediate_size);
         let pairs = shape.most_pairs(max_batch_tokens.min(EXPERT_ROWS));
         let rows_if = |has: bool| if has { max_batch_tokens } else { 0 };
@@ -207,7 +207,7 @@ impl Workspace {
         };
         let head = HeadBuffers::plan(config, build).map(|&width| make(LOGITS_ROWS, width))?;
         let step = StepBuffers::plan(config, build).map(|&width| make(*max_batch_tokens, width))?;
-        let experts = ExpertBuffers::plan(config, build, *max_batch_tokens);
+        let experts = ExpertBuffers::plan(shape);
         let experts = experts.map(|plan| plan.map(|&(rows, width)| make(rows, width))).transpose()?;
         Ok(Self { step, head, experts, _memory: memory.into() })
     }
@@ -219,11 +219,10 @@ impl Workspace {
         let max_batch_tokens = *max_batch_tokens;
         let (step, head) = (StepBuffers::plan(config, build), HeadBuffers::plan(config, build));
         let values = max_batch_tokens * (step.width() + step.widest_input()) + LOGITS_ROWS * head.width();
-        let experts = ExpertBuffers::plan(config, build, max_batch_tokens).map_or(0, |plan| plan.elements());
-        let routing = routing_shape(config, build, max_batch_tokens).map_or(0, |shape| shape.bytes());
-        let routings = num_routings(shape);
+        let experts = ExpertBuffers::plan(shape).map_or(0, |plan| plan.elements());
+        let routing = routing_shape(shape).map_or(0, |shape| shape.bytes());
         let exchanged = if build.partition.is_whole() { 0 } else { build.device.exchange_bytes() };
-        (size_of::<f32>() * (values + experts) + routings * routing + exchanged) as u64
+        (size_of::<f32>() * (values + experts) + routing + exchanged) as u64
     }
 
     /// The first `rows` rows of the step's buffers.
@@ -259,27 +258,21 @@ pub(super) fn with_width(buffer: &Tensor, width: usize) -> Result<Tensor> {
     }
 }
 
-/// Where the experts of a step's rows are written: one that all layers share, or one for each layer with experts if
-/// they are kept. None for a model without experts.
+/// Where the experts of a step's rows are written, by one layer after the other. None for a model without experts.
 ///
 /// # Errors
 /// If the device has too little memory.
-pub fn routing(shape: &WorkspaceShape) -> std::result::Result<Vec<Routing>, DeviceError> {
-    let WorkspaceShape { config, build, max_batch_tokens, .. } = shape;
-    let of_one = routing_shape(config, build, *max_batch_tokens);
-    let all = of_one.iter().flat_map(|one| repeat_n(one, num_routings(shape)));
-    all.map(|one| build.device.routing(one.clone())).collect()
+pub fn routing(shape: &WorkspaceShape) -> std::result::Result<Option<Routing>, DeviceError> {
+    routing_shape(shape).map(|routing| shape.build.device.routing(routing)).transpose()
 }
 
-fn num_routings(shape: &WorkspaceShape) -> usize {
-    let experts = shape.config.experts.as_ref().filter(|_| shape.keeps_routing);
-    experts.map_or(1, |experts| experts.routing_format().layers)
-}
-
-fn routing_shape(config: &ModelConfig, build: &Build, rows: usize) -> Option<RoutingShape> {
+/// None for a model without experts.
+pub fn routing_shape(shape: &WorkspaceShape) -> Option<RoutingShape> {
+    let WorkspaceShape { config, build, max_batch_tokens, keeps_routing } = shape;
     let experts = config.experts.as_ref()?;
     let local = build.partition.even_range(experts.count);
-    Some(RoutingShape { rows, experts: experts.count, top_k: experts.top_k, local })
+    let kept_layers = if *keeps_routing { experts.routing_format().layers } else { 0 };
+    Some(RoutingShape { rows: *max_batch_tokens, experts: experts.count, top_k: experts.top_k, local, kept_layers })
 }
 
 /// The paged KV caches of all layers, which have no memory until they are restored.

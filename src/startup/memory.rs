@@ -9,7 +9,7 @@ use crate::error::{Error, Result};
 use crate::executor::resident_adapter_bytes;
 use crate::memory::{MemoryBudget, MemoryReport, MemoryUse, Traffic, human_bytes, total_bytes};
 use crate::model::config::ModelConfig;
-use crate::model::{LOGITS_ROWS, Model, Parameterized, TowerShape, Workspace, kv_bytes_per_block};
+use crate::model::{LOGITS_ROWS, Model, Parameterized, TowerShape, Workspace, kv_bytes_per_block, routing_shape};
 use crate::observe::TIMELINE_BYTES;
 
 /// Bytes for everything without an entry of its own: code, threads, tokenizer, and the allocator's slack. With
@@ -143,6 +143,8 @@ fn fixed_entries(
     let adapters = models.iter().enumerate().map(|(rank, model)| {
         resident_adapter_bytes(&model.decoder, &layout.build(rank), config.max_lora_rank, config.max_adapters)
     });
+    let kept_experts = routing_shape(&layout.workspace(model, 0)).map_or(0, |shape| shape.kept_bytes());
+    let logits = LOGITS_ROWS * model.vocab_size * size_of::<f32>();
     let driver = if devices.have_own_memory() { DRIVER_BYTES } else { 0 };
     let entries = [
         (MemoryUse::Process, PROCESS_BYTES + tls_bytes(config) + driver),
@@ -154,7 +156,7 @@ fn fixed_entries(
         (MemoryUse::Images, if tower.is_some() { config.image_bytes } else { 0 }),
         (MemoryUse::Adapters, adapters.sum::<Result<u64>>()?),
         (MemoryUse::PageRounding, devices.rounding_bytes()),
-        (MemoryUse::CopyBuffers, devices.host_bytes(LOGITS_ROWS * model.vocab_size * size_of::<f32>())),
+        (MemoryUse::CopyBuffers, devices.host_bytes(logits, kept_experts)),
     ];
     Ok(entries.into_iter().filter(|entry| entry.1 > 0).collect())
 }

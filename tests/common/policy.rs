@@ -1,12 +1,9 @@
 //! What trainers do to the weights of an engine, and that engines with other ranks or on other devices do the same.
 
-use rollout_server::engine::{Command, DrainMode, LifecycleStatus, SleepLevel};
+use rollout_server::engine::{Command, DrainMode, LifecycleStatus, SleepLevel, SleepReply};
 use rollout_server::types::TokenId;
 
 use super::{Engine, Push, random_weights, with_fused_experts};
-
-/// Every engine here has at least as large a KV cache.
-const CACHE_BYTES: u64 = 32 << 20;
 
 /// For each sample, the tokens and the bits of both log-probabilities.
 pub type Bits = Vec<Vec<(TokenId, u32, u32)>>;
@@ -26,14 +23,15 @@ pub const FAMILIES: [(&str, Option<&str>); 8] = [
 
 /// Serves, merges adapters, takes FULL pushes beside and in place, sleeps at both levels and wakes. After each of these
 /// `engine` samples what `others[0]` samples, and has the weights of all `others`. The first adapter is the directory
-/// `adapter` of the fixtures, or one of all linear layers, those of experts included.
+/// `adapter` of the fixtures, or one of all linear layers, those of experts included. Returns what the first sleep gave
+/// back, which is measured for the whole process where the memory is the host's.
 pub fn check_pushes_and_sleep(
     what: &str,
     engine: &Engine,
     others: &[&Engine],
     adapter: Option<&str>,
     sample: impl Fn(&Engine) -> Bits,
-) {
+) -> SleepReply {
     let mut last = None;
     let mut same = |step: &str| {
         let (sums, bits) = (engine.checksums(), sample(engine));
@@ -44,32 +42,37 @@ pub fn check_pushes_and_sleep(
         assert!(last.replace(bits.clone()).as_ref() != Some(&bits), "{what}: {step}: the policy before it serves");
         (sums, bits)
     };
-    let push = |push: &Push| [&[engine], others].concat().iter().for_each(|e| drop(e.push(push.clone()).expect(what)));
+    let push = |engines: &[&Engine], push: &Push| {
+        for engine in engines {
+            engine.push(push.clone()).expect(what);
+        }
+    };
+    let all = [&[engine], others].concat();
     let (_, bits) = same("as loaded");
     assert_eq!(sample(engine), bits, "{what}: from the prefix cache");
     let weights = [21, 22].map(|seed| random_weights(engine.parameters(), seed));
     let lora = || Push::lora_of_all(engine.parameters());
-    push(&adapter.map_or_else(lora, Push::lora));
+    push(&all, &adapter.map_or_else(lora, Push::lora));
     same("an adapter");
-    push(&Push::full(&weights[0]));
+    push(&all, &Push::full(&weights[0]));
     same("a FULL push");
-    push(&lora());
+    push(&all, &lora());
     same("an adapter on it");
     // In place and with fused experts, as trainers have them in memory; elsewhere beside and each expert alone.
     push_in_place(engine, Push::full(&with_fused_experts(&weights[1])));
-    others.iter().for_each(|other| drop(other.push(Push::full(&weights[1])).expect(what)));
+    push(others, &Push::full(&weights[1]));
     let (sums, bits) = same("a FULL push in place");
 
     let slept = engine.sleep(SleepLevel::One, DrainMode::Wait).expect(what);
-    assert!(slept.kv_cache_bytes >= CACHE_BYTES && slept.weights_bytes > 0, "{what}: {slept:?}");
     assert_eq!(engine.wake(true, true).expect(what), LifecycleStatus::Running);
     assert!(engine.checksums() == sums, "{what}: after level 1");
     assert_eq!(sample(engine), bits, "{what}: after level 1");
     engine.sleep(SleepLevel::Two, DrainMode::Wait).expect(what);
     assert_eq!(engine.wake(true, true).expect(what), LifecycleStatus::WeightsMissing);
-    push(&Push::full(&weights[0]));
+    push(&all, &Push::full(&weights[0]));
     same("after level 2");
     engine.assert_all_free();
+    slept
 }
 
 /// Pushes into the serving weights, while nothing runs.

@@ -27,7 +27,7 @@ pub fn random_weights(parameters: &Parameters, seed: u64) -> StateDict {
     parameters.iter().map(&mut tensor).collect()
 }
 
-/// The same weights as transformers has them in memory: the projections of all experts of a layer are one tensor, or two.
+/// The same weights as transformers has them in memory: a layer's experts are two tensors.
 pub fn with_fused_experts(weights: &StateDict) -> StateDict {
     let mut fused = weights.clone();
     for experts in weights.keys().filter_map(|name| name.strip_suffix(".0.gate_proj.weight")) {

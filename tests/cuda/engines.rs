@@ -187,7 +187,10 @@ fn experts_pushed_in_place_or_in_one_tensor_are_those_pushed_beside_and_alone() 
         let [weights, others] = [51, 52].map(|seed| random_weights(engine.parameters(), seed));
         let fused = with_fused_experts(&weights);
         assert!(fused.len() < weights.len() && fused.keys().any(|name| name.ends_with(".experts.gate_up_proj")));
-        let (beside, in_place) = (|push| drop(engine.push(push).expect("pushed")), |push| push_in_place(&engine, push));
+        let beside = |push| {
+            engine.push(push).expect("pushed");
+        };
+        let in_place = |push| push_in_place(&engine, push);
         beside(Push::full(&weights));
         cpu.push(Push::full(&weights)).expect("pushed");
         let (sums, bits) = (engine.checksums(), together(&engine));

@@ -21,6 +21,7 @@ mod images;
 mod large;
 mod memory;
 mod ranks;
+mod routing;
 mod settings;
 mod transport;
 

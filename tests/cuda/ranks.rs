@@ -70,7 +70,9 @@ fn pushes_and_sleep_leave_the_weights_of_the_processor_and_the_bits_of_one_rank(
     for (model, tp, adapter) in FAMILIES.map(|(model, adapter)| (model, 4, adapter)).into_iter().chain([dense]) {
         let (cpu, one, several) = (Engine::start(model, &flags), start(model, 1, &flags), start(model, tp, &flags));
         let what = format!("{model} --tp {tp}");
-        check_pushes_and_sleep(&what, &several, &[&one, &cpu], adapter, |engine| sampled(engine, None));
+        let sample = |engine: &Engine| sampled(engine, None);
+        let slept = check_pushes_and_sleep(&what, &several, &[&one, &cpu], adapter, sample);
+        assert!(slept.kv_cache_bytes >= 32 << 20 && slept.weights_bytes > 0, "{what}: {slept:?}");
     }
 }
 

@@ -66,7 +66,7 @@ impl Rank {
     }
 
     fn routing(&self) -> Routing {
-        let shape = RoutingShape { rows: ROWS, experts: EXPERTS, top_k: TOP_K, local: 0..EXPERTS };
+        let shape = RoutingShape { rows: ROWS, experts: EXPERTS, top_k: TOP_K, local: 0..EXPERTS, kept_layers: 0 };
         self.device.routing(shape).unwrap()
     }
 
@@ -78,7 +78,7 @@ impl Rank {
     }
 
     fn route(&self, layer: &Layer, rows: usize, forced: Option<&[u16]>, routing: &mut Routing) {
-        let router = Router { gate: &layer.gate, scoring: Scoring::Softmax, normalise: true, scale: 1.0 };
+        let router = Router { gate: &layer.gate, scoring: Scoring::Softmax, normalise: true, scale: 1.0, layer: 0 };
         let (x, logits) = (self.x.narrow(0, 0, rows).unwrap(), self.logits.narrow(0, 0, rows).unwrap());
         self.ops.route(&x, &router, forced, &logits, routing).unwrap();
     }

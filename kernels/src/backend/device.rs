@@ -74,7 +74,7 @@ pub(crate) trait DeviceImpl: MemoryImpl {
     fn scratch_bytes(&self) -> usize {
         0
     }
-    fn host_bytes(&self, _logits_bytes: usize) -> u64 {
+    fn host_bytes(&self, _logits_bytes: usize, _kept_bytes: usize) -> u64 {
         0
     }
     fn limit(&self, _bytes: u64) {}

@@ -13,7 +13,7 @@ use crate::matrix::Matrix;
 use crate::merge::Merge;
 use crate::patches::Patches;
 use crate::rotary::RotaryTables;
-use crate::routing::{Router, Routing};
+use crate::routing::{KeptExperts, Router, Routing};
 use crate::sampling::Sampled;
 use crate::step::{AttentionShape, Padding, Step, StepInput};
 use crate::weights::{ReadRows, WriteElements};
@@ -98,6 +98,7 @@ pub(crate) trait OpsImpl: Send {
         logits: &Tensor,
         routing: &mut Routing,
     ) -> Result<()>;
+    fn kept_experts<'a>(&'a self, routing: &'a Routing, rows: usize) -> Result<KeptExperts<'a>>;
     fn group_by_expert(&self, routing: &mut Routing) -> Result<()>;
     fn expert_linear_silu_mul(
         &self,

@@ -14,14 +14,14 @@ use super::{experts, linear, merge};
 use crate::backend::operators::OpsImpl;
 use crate::buffer::DeviceBuffer;
 use crate::error::DeviceError;
-use crate::host::{HostRouter, HostRouting};
+use crate::host::{HostRouter, HostRouting, keep_experts, kept_experts};
 use crate::kv_cache::KvCache;
 use crate::kv_layout::BlockCopy;
 use crate::matrix::Matrix;
 use crate::merge::Merge;
 use crate::patches::Patches;
 use crate::rotary::RotaryTables;
-use crate::routing::{Router, Routing, Scoring};
+use crate::routing::{KeptExperts, Router, Routing, Scoring};
 use crate::sampling::Sampled;
 use crate::step::{AttentionShape, Step, StepInput};
 use crate::tensor::{rows, rows_mut, with_f32, with_f32_mut};
@@ -265,7 +265,7 @@ impl OpsImpl for CpuOps {
             Scoring::Softmax => None,
             Scoring::Sigmoid { bias } => Some(bias),
         };
-        let Router { gate, normalise, scale, .. } = *router;
+        let Router { gate, normalise, scale, layer, .. } = *router;
         let top_k = routing.shape().top_k;
         let route = |bias: Option<&[f32]>| {
             let (router, routing) = (HostRouter { top_k, bias, normalise, scale }, routing.storage_mut());
@@ -273,7 +273,13 @@ impl OpsImpl for CpuOps {
                 rows_mut(logits, |out| experts::route(&self.cpu, x, packed(gate), &router, forced, out, routing))
             })?
         };
-        with_optional(bias, route)?
+        with_optional(bias, route)??;
+        keep_experts(routing, layer);
+        Ok(())
+    }
+
+    fn kept_experts<'a>(&'a self, routing: &'a Routing, rows: usize) -> Result<KeptExperts<'a>> {
+        Ok(kept_experts(routing, rows))
     }
 
     fn group_by_expert(&self, routing: &mut Routing) -> Result<()> {

@@ -12,7 +12,7 @@ use super::attention::plan::MAX_PARTIAL_BYTES;
 use super::borrowed::{ARRIVING_BYTES, CudaBorrowed};
 use super::broadcast::CudaBroadcastReceiver;
 use super::context::{Context, ROUNDING_BYTES};
-use super::experts::CudaRouting;
+use super::experts::{CudaRouting, max_kept_bytes};
 use super::footprint::{self, FootprintReadings};
 use super::group::{self, CudaGroup, EXCHANGE_BYTES};
 use super::kv::CudaKv;
@@ -167,9 +167,9 @@ impl DeviceImpl for CudaDevice {
             + flash::SUM_BYTES
     }
 
-    fn host_bytes(&self, logits_bytes: usize) -> u64 {
+    fn host_bytes(&self, logits_bytes: usize, kept_bytes: usize) -> u64 {
         let copies = (self.threads + OTHER_COPIES) * COPIED_BYTES;
-        staging::MOST_BYTES + copies as u64 + max_download_bytes(logits_bytes)
+        staging::MOST_BYTES + copies as u64 + max_download_bytes(logits_bytes) + max_kept_bytes(kept_bytes)
     }
 
     fn limit(&self, bytes: u64) {

@@ -14,6 +14,7 @@ mod context;
 mod copy;
 mod device;
 mod digest;
+mod download;
 mod experts;
 mod footprint;
 mod graphs;

@@ -37,7 +37,7 @@ use crate::matrix::Matrix;
 use crate::merge::Merge;
 use crate::patches::Patches;
 use crate::rotary::RotaryTables;
-use crate::routing::{Router, Routing, Scoring};
+use crate::routing::{KeptExperts, Router, Routing, Scoring};
 use crate::sampling::Sampled;
 use crate::step::{AttentionShape, Padding, Step, StepInput};
 use crate::weights::{ReadRows, WriteElements};
@@ -294,9 +294,13 @@ impl OpsImpl for CudaOps {
                 pointer(bias.tensor())?
             }
         };
-        let Router { gate, normalise, scale, .. } = *router;
-        let router = DeviceRouter { gate: stored(gate), bias, normalise, scale };
+        let Router { gate, normalise, scale, layer, .. } = *router;
+        let router = DeviceRouter { gate: stored(gate), bias, normalise, scale, layer };
         self.experts.route(&self.staging, rows(x)?, &router, forced, rows(logits)?, routing)
+    }
+
+    fn kept_experts<'a>(&'a self, routing: &'a Routing, rows: usize) -> Result<KeptExperts<'a>> {
+        self.experts.kept(routing, rows)
     }
 
     fn group_by_expert(&self, routing: &mut Routing) -> Result<()> {
@@ -360,6 +364,7 @@ impl OpsImpl for CudaOps {
         self.padded_step.release();
         self.linear.release();
         self.attention.release();
+        self.experts.release();
         self.sampler.release();
         self.staging.release();
     }

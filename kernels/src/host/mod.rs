@@ -10,7 +10,7 @@ use crate::cpu::{self, Isa};
 pub use crate::cpu::{StoredBits, first_saturated};
 pub use crate::tensor::{with_f32, with_f32_mut};
 use crate::values::{Dtype, StorageDtype, TensorView};
-pub(crate) use routing::{ELSEWHERE, HostRouter, HostRouting};
+pub(crate) use routing::{ELSEWHERE, HostRouter, HostRouting, keep_experts, kept_experts};
 
 /// De-quantises blocks as a GGUF file has them, at any address; one thread. `out` gets the values as a matrix of
 /// `precision` would hold them.

@@ -5,6 +5,7 @@ use std::ops::Range;
 use candle_core::Result;
 
 use crate::backend::storage::RoutingImpl;
+use crate::routing::{KeptExperts, Routing};
 use crate::routing_shape::RoutingShape;
 
 /// How a router chooses and weighs, with values of the host; see [`Router`](crate::Router).
@@ -30,6 +31,8 @@ pub(crate) struct HostRouting {
     pub starts: Vec<u32>,
     /// The place among the sorted pairs of each pair of the grouped rows, `[rows, top_k]`, or [`ELSEWHERE`].
     pub places: Vec<u32>,
+    /// The experts of the layers that are kept, `[rows, layers, top_k]`.
+    kept: Vec<u16>,
     /// Where the next pair of each expert goes while pairs are sorted.
     next: Vec<u32>,
 }
@@ -43,6 +46,7 @@ impl HostRouting {
             tokens: vec![0; entries],
             starts: vec![0; starts],
             places: vec![ELSEWHERE; entries],
+            kept: vec![0; shape.rows * shape.kept_row()],
             next: vec![0; starts],
         }
     }
@@ -69,6 +73,12 @@ impl HostRouting {
         }
     }
 
+    /// Keeps the experts of the first `rows` rows at these places.
+    fn keep(&mut self, shape: &RoutingShape, rows: usize, places: Range<usize>) {
+        let entries = self.experts.chunks_exact(shape.top_k).zip(self.kept.chunks_exact_mut(shape.kept_row()));
+        entries.take(rows).for_each(|(experts, kept)| kept[places.clone()].copy_from_slice(experts));
+    }
+
     /// The rows of the sorted pairs.
     pub fn pairs(&self) -> &[u32] {
         &self.tokens[..self.starts[self.starts.len() - 1] as usize]
@@ -85,13 +95,27 @@ impl RoutingImpl for HostRouting {
     }
 }
 
+/// Keeps the experts of the rows that are routed, if those of layers are kept; this is layer `layer`.
+pub(crate) fn keep_experts(routing: &mut Routing, layer: usize) {
+    let (shape, rows) = (routing.shape().clone(), routing.rows());
+    if let Some(places) = shape.kept_places(layer) {
+        routing.storage_mut::<HostRouting>().keep(&shape, rows, places);
+    }
+}
+
+/// The experts that are kept of the first `rows` rows.
+pub(crate) fn kept_experts(routing: &Routing, rows: usize) -> KeptExperts<'_> {
+    let kept = &routing.storage::<HostRouting>().kept[..rows * routing.shape().kept_row()];
+    KeptExperts::new(|| Ok(kept.to_vec()))
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
 
     #[test]
     fn pairs_are_sorted_by_expert_and_then_by_row() {
-        let shape = RoutingShape { rows: 4, experts: 4, top_k: 2, local: 2..4 };
+        let shape = RoutingShape { rows: 4, experts: 4, top_k: 2, local: 2..4, kept_layers: 0 };
         let mut routing = HostRouting::new(&shape);
         routing.experts = vec![3, 0, 2, 3, 1, 0, 3, 2];
         routing.group(&shape, 1..4);

@@ -7,7 +7,7 @@ use tracing::{Span, trace_span};
 
 use super::Ops;
 use crate::matrix::Matrix;
-use crate::routing::{Router, Routing};
+use crate::routing::{KeptExperts, Router, Routing};
 use crate::routing_shape::NOT_FORCED;
 
 impl Ops {
@@ -41,6 +41,21 @@ impl Ops {
         let _span = trace_span!("route", n = gate.n, k = gate.k, flop = flop(), bytes = router.gate.bytes()).entered();
         routing.set_routed(rows);
         self.0.route(x, router, forced, logits, routing)
+    }
+
+    /// Starts to bring the experts that all layers have kept of the first `rows` rows of a step to the host, those that
+    /// a graph has routed too. [`Ops::route`] must not be called before they are read.
+    ///
+    /// # Errors
+    /// If the device fails.
+    ///
+    /// # Panics
+    /// If the routing has not as many rows, or keeps no layers.
+    pub fn kept_experts<'a>(&'a self, routing: &'a Routing, rows: usize) -> Result<KeptExperts<'a>> {
+        let shape = routing.shape();
+        assert!(rows <= shape.rows && shape.kept_layers > 0, "{rows} rows of a routing of {}", shape.rows);
+        let _span = trace_span!("kept_experts").entered();
+        self.0.kept_experts(routing, rows)
     }
 
     /// Sorts the pairs of these rows with this rank's experts by expert, for the next operators: they compute these

@@ -12,7 +12,7 @@ use super::{experts, operators};
 use crate::backend::operators::OpsImpl;
 use crate::backend::storage::MatrixImpl;
 use crate::buffer::DeviceBuffer;
-use crate::host::{HostRouter, HostRouting};
+use crate::host::{HostRouter, HostRouting, keep_experts, kept_experts};
 use crate::kv_cache::KvCache;
 use crate::kv_layout::BlockCopy;
 use crate::matrix::Matrix;
@@ -20,7 +20,7 @@ use crate::merge::Merge;
 use crate::merge::{LoraDelta, LowRank, MergeBase, WeightChange};
 use crate::patches::Patches;
 use crate::rotary::RotaryTables;
-use crate::routing::{Router, Routing, Scoring};
+use crate::routing::{KeptExperts, Router, Routing, Scoring};
 use crate::sampling::{Sampled, SampledTokens};
 use crate::step::{AttentionShape, Step, StepInput};
 use crate::tensor::{rows, rows_mut, with_f32, with_f32_mut};
@@ -213,9 +213,15 @@ impl OpsImpl for ReferenceOps {
             Scoring::Softmax => None,
             Scoring::Sigmoid { bias } => Some(values(bias)?),
         };
-        let Router { normalise, scale, .. } = *router;
+        let Router { normalise, scale, layer, .. } = *router;
         let host = HostRouter { top_k: routing.shape().top_k, bias: bias.as_deref(), normalise, scale };
-        rows(x, |x| experts::route(x, router.gate.storage(), &host, forced, routing.storage_mut()))
+        rows(x, |x| experts::route(x, router.gate.storage(), &host, forced, routing.storage_mut()))?;
+        keep_experts(routing, layer);
+        Ok(())
+    }
+
+    fn kept_experts<'a>(&'a self, routing: &'a Routing, rows: usize) -> Result<KeptExperts<'a>> {
+        Ok(kept_experts(routing, rows))
     }
 
     fn group_by_expert(&self, routing: &mut Routing) -> Result<()> {

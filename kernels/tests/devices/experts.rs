@@ -54,19 +54,24 @@ impl Layer {
     }
 
     fn shape(&self, local: Range<usize>) -> RoutingShape {
-        RoutingShape { rows: self.rows, experts: self.experts, top_k: self.top_k, local }
+        RoutingShape { rows: self.rows, experts: self.experts, top_k: self.top_k, local, kept_layers: 0 }
     }
 
     /// Routes all rows for a rank that has these experts.
     fn route(&self, rank: &Rank, local: Range<usize>, forced: Option<&[u16]>) -> Routing {
         let mut routing = rank.device.routing(self.shape(local)).unwrap();
+        self.route_as(rank, 0, forced, &mut routing);
+        routing
+    }
+
+    /// Routes all rows, as layer `layer` of those that are kept.
+    fn route_as(&self, rank: &Rank, layer: usize, forced: Option<&[u16]>, routing: &mut Routing) {
         let (gate, bias) = (matrix(rank, self.dtype, self.hidden, &self.gate), self.bias.as_ref());
         let bias = bias.map(|bias| rank.device.upload(bias).unwrap());
         let scoring = bias.as_ref().map_or(Scoring::Softmax, |bias| Scoring::Sigmoid { bias });
-        let router = Router { gate: &gate, scoring, normalise: self.normalise, scale: 1.5 };
+        let router = Router { gate: &gate, scoring, normalise: self.normalise, scale: 1.5, layer };
         let (x, logits) = (rank.tensor(&self.x, self.rows, self.hidden), rank.zeros(self.rows, self.experts));
-        rank.ops.route(&x, &router, forced, &logits, &mut routing).unwrap();
-        routing
+        rank.ops.route(&x, &router, forced, &logits, routing).unwrap();
     }
 
     /// The part of a matrix of all experts that a rank with these experts has.
@@ -333,6 +338,32 @@ fn rows_are_routed_alone_and_replayed_with_the_bits_of_the_batch() {
                 let entries = row * top_k..(row + 1) * top_k;
                 assert_eq!(alone.read_experts(0..1).unwrap(), experts[entries.clone()], "{} {row}", rank.name());
                 assert!(bits(&alone.read_weights(0..1).unwrap()) == weights[entries], "{} {row}", rank.name());
+            }
+        }
+    }
+}
+
+#[test]
+fn experts_are_kept_of_all_layers_of_a_step() {
+    for seed in 0..4 {
+        let mut random = Random::new(seed);
+        let mut layers: Vec<Layer> = (0..3).map(|_| Layer::new(seed)).collect();
+        layers.iter_mut().for_each(|layer| layer.x = random.normals(layer.rows * layer.hidden, 1.0));
+        layers[1].x[0] = f32::NAN;
+        let (rows, top_k, all) = (layers[0].rows, layers[0].top_k, 0..layers[0].experts);
+        let forced: Vec<u16> = (0..rows).flat_map(|_| (0..top_k as u16).rev()).collect();
+        for rank in devices() {
+            let shape = RoutingShape { kept_layers: layers.len(), ..layers[0].shape(all.clone()) };
+            let mut routing = rank.device.routing(shape).unwrap();
+            let mut expected = vec![Vec::<u16>::new(); rows];
+            for (index, layer) in layers.iter().enumerate() {
+                layer.route_as(&rank, index, (index == 2).then_some(&forced), &mut routing);
+                let experts = routing.read_experts(0..rows).unwrap();
+                expected.iter_mut().zip(experts.chunks(top_k)).for_each(|(row, experts)| row.extend(experts));
+            }
+            for rows in [rows, 1] {
+                let kept = rank.ops.kept_experts(&routing, rows).unwrap().read().unwrap();
+                assert_eq!(kept, expected[..rows].concat(), "{} seed {seed}: {rows} rows", rank.name());
             }
         }
     }

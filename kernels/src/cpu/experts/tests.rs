@@ -75,7 +75,13 @@ impl Case {
     }
 
     fn routing(&self, rows: usize) -> HostRouting {
-        HostRouting::new(&RoutingShape { rows, experts: self.experts, top_k: self.top_k, local: 0..self.experts })
+        HostRouting::new(&RoutingShape {
+            rows,
+            experts: self.experts,
+            top_k: self.top_k,
+            local: 0..self.experts,
+            kept_layers: 0,
+        })
     }
 
     fn by_reference(&self, forced: Option<&[u16]>) -> (Vec<u16>, Vec<f32>) {
@@ -278,7 +284,7 @@ fn forced_experts_far_below_the_others_still_weigh_one_together() {
 fn routed(random: &mut Random, rows: usize) -> (RoutingShape, HostRouting, Vec<f32>, usize) {
     let experts = [8, 16, 60, 6, 64][random.below(5)];
     let (top_k, width) = (random.between(1, 6), random.between(1, 70));
-    let shape = RoutingShape { rows, experts, top_k, local: 0..experts };
+    let shape = RoutingShape { rows, experts, top_k, local: 0..experts, kept_layers: 0 };
     let mut routing = HostRouting::new(&shape);
     let mut numbers: Vec<u16> = (0..experts as u16).collect();
     for row in routing.experts.chunks_mut(top_k) {

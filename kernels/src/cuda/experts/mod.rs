@@ -10,12 +10,13 @@ use candle_core::Result;
 use candle_core::cuda_backend::cudarc::driver::{CudaFunction, sys};
 
 use super::context::Context;
+use super::download::DownloadPool;
 use super::launch::{Launch, grid, rows_grid};
 use super::matrix::CudaMatrix;
 use super::module::{Module, fat_binary};
 use super::staging::Staging;
 use super::tensor::TensorRows;
-use crate::routing::Routing;
+use crate::routing::{KeptExperts, Routing};
 use crate::values::StorageDtype;
 pub(super) use routing::CudaRouting;
 
@@ -40,6 +41,11 @@ struct LogitsTile {
 const LOGITS_TILES: [LogitsTile; 2] =
     [LogitsTile { suffix: "1x1", rows: 1, experts: 1 }, LogitsTile { suffix: "8x4", rows: 8, experts: 4 }];
 
+/// Bytes of the host that kept experts are copied to at most, where a step has `bytes` of them.
+pub(super) fn max_kept_bytes(bytes: usize) -> u64 {
+    if bytes == 0 { 0 } else { bytes.next_power_of_two() as u64 }
+}
+
 /// How a router chooses and weighs; see [`Router`](crate::Router).
 pub(super) struct DeviceRouter<'a> {
     pub gate: &'a CudaMatrix,
@@ -47,6 +53,8 @@ pub(super) struct DeviceRouter<'a> {
     pub bias: sys::CUdeviceptr,
     pub normalise: bool,
     pub scale: f32,
+    /// Number of the layer among those with experts.
+    pub layer: usize,
 }
 
 /// The kernels of mixtures of experts.
@@ -59,6 +67,7 @@ pub(super) struct ExpertKernels {
     group: CudaFunction,
     combine: CudaFunction,
     add_gated: CudaFunction,
+    kept: DownloadPool<u16>,
 }
 
 impl ExpertKernels {
@@ -76,6 +85,7 @@ impl ExpertKernels {
             group: module.function("group_by_expert")?,
             combine: module.function("combine_experts")?,
             add_gated: module.function("add_gated")?,
+            kept: DownloadPool::new(&context.stream),
         })
     }
 
@@ -92,15 +102,33 @@ impl ExpertKernels {
         self.compute_logits(x, router.gate, logits)?;
         let forced: Option<Vec<u32>> = forced.map(|forced| forced.iter().map(|expert| u32::from(*expert)).collect());
         let forced = forced.map(|words| self.context.upload(staging, &words)).transpose()?;
-        let (top_k, to) = (routing.shape().top_k, routing.storage::<CudaRouting>());
+        let (shape, to) = (routing.shape(), routing.storage::<CudaRouting>());
+        let (top_k, kept) = (shape.top_k, shape.kept_places(router.layer).map_or(0, |places| to.kept_of(places.start)));
         let mut launch = Launch::of(&self.context.stream, &self.route);
         launch.rows(logits).int(logits.width).pointer(router.bias);
         launch.pointer(forced.as_ref().map_or(0, |memory| memory.pointer));
         launch.int(router.normalise.into()).float(router.scale).int(top_k);
-        launch.pointer(to.experts()).pointer(to.weights());
-        // SAFETY: the routing has `top_k` entries for each row, as have the forced rows, and the bias is as long as
-        // the logits are wide.
+        launch.pointer(to.experts()).pointer(to.weights()).pointer(kept).int(shape.kept_row());
+        // SAFETY: the routing has `top_k` entries for each row, as have the forced rows, and places for them in a row
+        // of those that are kept; the bias is as long as the logits are wide.
         unsafe { launch.start(grid(blocks([logits.rows, 1]), WARP_THREADS, shared(top_k))) }
+    }
+
+    /// See [`Ops::kept_experts`](crate::Ops::kept_experts).
+    pub fn kept<'a>(&'a self, routing: &'a Routing, rows: usize) -> Result<KeptExperts<'a>> {
+        let (len, from) = (rows * routing.shape().kept_row(), routing.storage::<CudaRouting>());
+        let mut copy = self.kept.take(len)?;
+        for to in copy.places(len) {
+            // SAFETY: the rows are in the device's memory, and they are read when the copy has been made.
+            unsafe { self.kept.copy(from.kept_of(0), to)? };
+        }
+        copy.record()?;
+        Ok(KeptExperts::new(move || Ok(copy.read()?.to_vec())))
+    }
+
+    /// Gives the memory of the host that copies reuse back.
+    pub fn release(&self) {
+        self.kept.release();
     }
 
     /// `logits = x gateᵀ` in float32.

@@ -12,18 +12,21 @@ use crate::backend::storage::RoutingImpl;
 use crate::error::DeviceError;
 use crate::routing_shape::RoutingShape;
 
-/// Experts and weights `[rows, top_k]`, and the pairs of the grouped rows, one behind the other in one allocation.
+/// Experts and weights `[rows, top_k]`, the pairs of the grouped rows, and the experts of layers that are kept, one
+/// behind the other in one allocation.
 pub(in crate::cuda) struct CudaRouting {
     context: Arc<Context>,
     memory: ArenaAllocation,
     /// Experts of all rows.
     entries: usize,
+    /// Experts of the rank.
+    local: usize,
 }
 
 impl CudaRouting {
     pub fn new(context: &Arc<Context>, shape: &RoutingShape) -> std::result::Result<Self, DeviceError> {
         let memory = context.zeros(&context.workspace, shape.bytes())?;
-        Ok(Self { context: context.clone(), memory, entries: shape.rows * shape.top_k })
+        Ok(Self { context: context.clone(), memory, entries: shape.rows * shape.top_k, local: shape.local.len() })
     }
 
     /// Address of the weights, float32.
@@ -59,6 +62,11 @@ impl CudaRouting {
     /// Address of the first pair of each of the rank's experts, and of the end of the last one's.
     pub fn starts(&self) -> sys::CUdeviceptr {
         self.word(3 * self.entries + self.entries.div_ceil(2))
+    }
+
+    /// Address of the experts that are kept, `[rows, layers, top_k]`, 16 bits each, from this one of the first row on.
+    pub fn kept_of(&self, expert: usize) -> sys::CUdeviceptr {
+        self.starts() + ((self.local + 1) * size_of::<u32>() + expert * size_of::<u16>()) as u64
     }
 
     fn word(&self, index: usize) -> sys::CUdeviceptr {

@@ -143,7 +143,7 @@ fn every_tile_of_experts_gives_the_bits_of_a_product_of_the_expert_alone() {
             numbers.iter().copied().filter(|expert| expert % 3 != 1).take(top_k).collect::<Vec<_>>()
         };
         let chosen: Vec<u16> = (0..rows).flat_map(|_| choose()).collect();
-        let shape = RoutingShape { rows, experts, top_k, local: 0..experts };
+        let shape = RoutingShape { rows, experts, top_k, local: 0..experts, kept_layers: 0 };
         let routing = routing(&device, shape, &chosen);
         let mut pairs: Vec<usize> = (0..chosen.len()).collect();
         pairs.sort_by_key(|entry| chosen[*entry]);

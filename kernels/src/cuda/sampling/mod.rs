@@ -3,7 +3,6 @@
 //! The device answers rows whose tasks edit no logits and list no likely tokens. The logits of the others are copied to
 //! the host. Either way the bits are those of the CPU.
 
-mod download;
 mod on_device;
 
 use std::ops::Range;
@@ -12,10 +11,10 @@ use std::sync::Arc;
 use candle_core::Result;
 use candle_core::cuda_backend::WrapErr;
 
-use self::download::{Download, DownloadPool};
 use self::on_device::{Answers, DeviceSampler};
 pub(super) use self::on_device::{TaskBatch, TaskCounts};
 use super::context::Context;
+use super::download::{Download, DownloadPool};
 use super::staging::Staging;
 use super::tensor::TensorRows;
 use crate::cpu::{Isa, LogitsTasks, Samplers, ThreadPool};

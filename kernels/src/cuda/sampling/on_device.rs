@@ -7,12 +7,12 @@ use candle_core::Result;
 use candle_core::cuda_backend::cudarc::driver::CudaFunction;
 
 use super::super::context::Context;
+use super::super::download::{Download, DownloadPool};
 use super::super::launch::{Launch, grid};
 use super::super::module::{Module, fat_binary};
 use super::super::scratch::DeviceScratch;
 use super::super::staging::Staging;
 use super::super::tensor::TensorRows;
-use super::download::{Download, DownloadPool};
 use crate::cpu::logits::VOCAB_BLOCK;
 use crate::cpu::{certain_logprob, logprob};
 use crate::sampling::{SamplingTask, TokenLogprobs, uniform};

@@ -7,7 +7,7 @@ use candle_core::Result;
 use candle_core::cuda_backend::WrapErr;
 use candle_core::cuda_backend::cudarc::driver::{CudaEvent, CudaStream, DeviceRepr, ValidAsZeroBits, result, sys};
 
-use super::super::pinned::HostMemory;
+use super::pinned::HostMemory;
 
 /// Pinned memory of the host that is lent for one copy at a time, and kept.
 pub(super) struct DownloadPool<T> {
@@ -62,6 +62,7 @@ impl<T: DeviceRepr + ValidAsZeroBits + Default + Clone> DownloadPool<T> {
     /// # Safety
     /// `from` is memory of the device, and `to` is of a landing, which is recorded afterwards.
     pub unsafe fn copy(&self, from: sys::CUdeviceptr, to: &mut [T]) -> Result<()> {
+        self.stream.context().bind_to_thread().w()?;
         // SAFETY: the caller's promise.
         unsafe { result::memcpy_dtoh_async(to, from, self.stream.cu_stream()) }.w()
     }
