@@ -162,6 +162,12 @@ impl Device {
         Ok(Routing::new(shape, storage))
     }
 
+    /// Rows of a step whose experts are to be computed at once. More read the experts' weights fewer times, and each
+    /// takes buffers of several experts; no bit depends on it.
+    pub fn expert_rows(&self) -> usize {
+        self.0.expert_rows()
+    }
+
     /// The id of a new group of ranks on devices of this kind, or `None` where ranks access one another's activations
     /// in host memory.
     ///

@@ -8,7 +8,6 @@ use super::context::ForwardContext;
 use super::layers::{Build, Linear, Projection};
 use super::mlp::Mlp;
 use super::parameterized::{MatrixVisitor, ParamSlot, Parameterized, Visitor};
-use super::workspace::EXPERT_ROWS;
 use crate::error::Result;
 use crate::weights::{ParamSpec, ShardRule};
 
@@ -24,6 +23,8 @@ pub(super) struct Experts {
     gate_up: ExpertMatrix,
     down: ExpertMatrix,
     shared: Option<SharedExpert>,
+    /// Rows whose experts are computed at once.
+    rows_at_once: usize,
 }
 
 /// The term that is added to the scores of a layer's experts to choose among them, and not to weigh them.
@@ -78,6 +79,7 @@ impl Experts {
             gate_up: matrix(&["gate_proj", "up_proj"], width, hidden)?,
             down: matrix(&["down_proj"], hidden, width)?,
             shared: experts.shared.as_ref().map(shared).transpose()?,
+            rows_at_once: build.device.expert_rows(),
         })
     }
 
@@ -95,8 +97,8 @@ impl Experts {
         let router = Router { gate, scoring, normalise, scale, layer: index };
         let forced = context.forced.get(index).map(Vec::as_slice);
         ops.route(&w.normed, &router, forced, &experts.logits, routing)?;
-        for first in (0..rows).step_by(EXPERT_ROWS) {
-            ops.group_by_expert(routing, first..rows.min(first + EXPERT_ROWS))?;
+        for first in (0..rows).step_by(self.rows_at_once) {
+            ops.group_by_expert(routing, first..rows.min(first + self.rows_at_once))?;
             let (gate_up, down) = (&self.gate_up.weight, &self.down.weight);
             ops.expert_linear_silu_mul(&w.normed, gate_up, routing, &experts.gate_up, &experts.activation)?;
             ops.expert_linear(&experts.activation, down, routing, &experts.output)?;

@@ -12,10 +12,6 @@ use super::layers::{Build, HeadDims};
 /// vocabulary of 152k: 64 rows stay below 40 MB.
 pub const LOGITS_ROWS: usize = 64;
 
-/// Rows of a step whose experts are computed at once. More rows read the experts' weights fewer times, and each takes
-/// buffers of several experts.
-pub const EXPERT_ROWS: usize = 512;
-
 /// The values that determine the size of a rank's workspace.
 #[derive(Clone)]
 pub struct WorkspaceShape {
@@ -61,7 +57,8 @@ pub struct ExpertBuffers<T> {
     pub shared_gate: T,
     /// The shared expert's output, one row per token.
     pub shared: T,
-    /// One row per pair of a token and an expert of this rank, of at most [`EXPERT_ROWS`] tokens; so are those below.
+    /// One row per pair of a token and an expert of this rank, of as many tokens as the device computes the experts of
+    /// at once; so are those below.
     pub gate_up: T,
     pub activation: T,
     pub output: T,
@@ -156,11 +153,11 @@ impl<T> HeadBuffers<T> {
 impl ExpertBuffers<Extent> {
     /// `None` for a model without experts.
     fn plan(workspace: &WorkspaceShape) -> Option<Self> {
-        let WorkspaceShape { config, max_batch_tokens, .. } = workspace;
+        let WorkspaceShape { config, build, max_batch_tokens, .. } = workspace;
         let (experts, max_batch_tokens) = (config.experts.as_ref()?, *max_batch_tokens);
         let shape = routing_shape(workspace)?;
         let (hidden, width) = (config.hidden_size, experts.intermediate_size);
-        let pairs = shape.most_pairs(max_batch_tokens.min(EXPERT_ROWS));
+        let pairs = shape.most_pairs(max_batch_tokens.min(build.device.expert_rows()));
         let rows_if = |has: bool| if has { max_batch_tokens } else { 0 };
         let is_gated = experts.shared.as_ref().is_some_and(|shared| shared.is_gated);
         Some(Self {

@@ -77,6 +77,9 @@ pub(crate) trait DeviceImpl: MemoryImpl {
     fn host_bytes(&self, _logits_bytes: usize, _kept_bytes: usize) -> u64 {
         0
     }
+    fn expert_rows(&self) -> usize {
+        512
+    }
     fn limit(&self, _bytes: u64) {}
     fn offload(&self, _most: u64) -> Result<(), DeviceError> {
         Ok(())

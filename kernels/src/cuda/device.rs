@@ -47,6 +47,9 @@ const NCCL_BYTES: u64 = 256 << 20;
 /// Most bytes that operators take for what they read of a step (block tables, questions to the sampler), and lose at
 /// the edges of pages.
 const LIST_BYTES: usize = 48 << 20;
+/// Rows whose experts are computed at once: of 128 experts of which each row takes 8, as many for each as the largest
+/// tile has. `cu/ROOFLINE.md` has what other numbers would read and take.
+const EXPERT_ROWS: usize = 2048;
 /// Threads that copy weights at the same time, beside those of the rank: a push that is packed, and a checksum.
 const OTHER_COPIES: usize = 2;
 
@@ -170,6 +173,10 @@ impl DeviceImpl for CudaDevice {
     fn host_bytes(&self, logits_bytes: usize, kept_bytes: usize) -> u64 {
         let copies = (self.threads + OTHER_COPIES) * COPIED_BYTES;
         staging::MOST_BYTES + copies as u64 + max_download_bytes(logits_bytes) + max_kept_bytes(kept_bytes)
+    }
+
+    fn expert_rows(&self) -> usize {
+        EXPERT_ROWS
     }
 
     fn limit(&self, bytes: u64) {
