@@ -6,9 +6,10 @@ use std::ops::Range;
 use candle_core::Tensor;
 use rollout_kernels::cpu::{Isa, Products};
 use rollout_kernels::{
-    Activations, AttentionSequence, AttentionShape, Backend, BlockCopy, Device, DeviceOptions, Distribution, KvLayout,
-    LoraDelta, LowRank, Matrix, MatrixShape, Merge, MergeBase, NOT_FORCED, Ops, Patches, RotaryTables, Router,
-    RoutingShape, RowTasks, SamplingTask, Scoring, StepInput, StorageDtype, TensorView, WeightChange, reduction_leaves,
+    Activations, AttentionSequence, AttentionShape, Backend, BlockCopy, Device, DeviceOptions, Distribution, Dtype,
+    KvLayout, LoraDelta, LowRank, Matrix, MatrixShape, Merge, MergeBase, NOT_FORCED, Ops, Patches, RotaryTables,
+    Router, RoutingShape, RowTasks, SamplingTask, Scoring, StepInput, StorageDtype, TensorData, TensorView,
+    WeightChange, reduction_leaves,
 };
 
 const EMPTY: StepInput<'static> =
@@ -153,8 +154,9 @@ impl Rank {
         let delta = LowRank {
             rank,
             cols: k,
-            a: values(rank * k),
-            b: values(rows.len() * rank),
+            a: TensorData::F32(values(rank * k).into()),
+            b: TensorData::F32(values(rows.len() * rank).into()),
+            product: Dtype::F32,
             scaling: 0.5,
             roundings: vec![],
             magnitude: None,

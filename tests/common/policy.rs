@@ -1,6 +1,7 @@
 //! What trainers do to the weights of an engine, and that engines with other ranks or on other devices do the same.
 
 use rollout_server::engine::{Command, DrainMode, LifecycleStatus, SleepLevel, SleepReply};
+use rollout_server::error::Error;
 use rollout_server::types::TokenId;
 
 use super::{Engine, Push, random_weights, with_fused_experts};
@@ -21,7 +22,7 @@ pub const FAMILIES: [(&str, Option<&str>); 8] = [
     ("phi3", None),
 ];
 
-/// Serves, merges adapters, takes FULL pushes beside and in place, sleeps at both levels and wakes. After each of these
+/// Serves, merges adapters, takes FULL pushes, sleeps at both levels and wakes. After each of these
 /// `engine` samples what `others[0]` samples, and has the weights of all `others`. The first adapter is the directory
 /// `adapter` of the fixtures, or one of all linear layers, those of experts included. Returns what the first sleep gave
 /// back, which is measured for the whole process where the memory is the host's.
@@ -58,10 +59,10 @@ pub fn check_pushes_and_sleep(
     same("a FULL push");
     push(&all, &lora());
     same("an adapter on it");
-    // In place and with fused experts, as trainers have them in memory; elsewhere beside and each expert alone.
-    push_in_place(engine, Push::full(&with_fused_experts(&weights[1])));
+    // With fused experts, as trainers have them in memory; elsewhere each expert alone.
+    push(&[engine], &Push::full(&with_fused_experts(&weights[1])));
     push(others, &Push::full(&weights[1]));
-    let (sums, bits) = same("a FULL push in place");
+    let (sums, bits) = same("a FULL push with fused experts");
 
     let slept = engine.sleep(SleepLevel::One, DrainMode::Wait).expect(what);
     assert_eq!(engine.wake(true, true).expect(what), LifecycleStatus::Running);
@@ -75,10 +76,13 @@ pub fn check_pushes_and_sleep(
     slept
 }
 
-/// Pushes into the serving weights, while nothing runs.
+/// Pushes into the serving weights, while nothing runs, as there is no room beside them
+/// ([`Engine::start_without_room`]).
 pub fn push_in_place(engine: &Engine, push: Push) {
     let pause = |reply| Command::Pause { mode: DrainMode::Wait, cancel: Default::default(), reply };
     engine.ask(pause).expect("paused");
+    let beside = engine.push(push.clone()).expect_err("there is no room");
+    assert!(matches!(beside, Error::ResourceExhausted(_)), "{beside}");
     engine.push(Push { in_place: true, ..push }).expect("pushed in place");
     engine.ask(|reply| Command::Resume { reply }).expect("resumed");
 }

@@ -183,28 +183,28 @@ fn merged_and_pushed_weights_are_those_of_the_processor() {
 fn experts_pushed_in_place_or_in_one_tensor_are_those_pushed_beside_and_alone() {
     let _shared = share_driver();
     for (model, dtype) in [("qwen3_moe", "bfloat16"), ("qwen3_moe_60", "float32"), ("glm4_moe", "bfloat16")] {
-        let (engine, cpu) = (start(model, &["--dtype", dtype]), Engine::start(model, &["--dtype", dtype]));
+        let flags = ["--dtype", dtype];
+        let (engine, cpu) = (start(model, &flags), Engine::start(model, &flags));
+        let in_place = Engine::start_without_room(model, &[&CUDA[..], &flags].concat());
         let [weights, others] = [51, 52].map(|seed| random_weights(engine.parameters(), seed));
         let fused = with_fused_experts(&weights);
         assert!(fused.len() < weights.len() && fused.keys().any(|name| name.ends_with(".experts.gate_up_proj")));
-        let beside = |push| {
-            engine.push(push).expect("pushed");
-        };
-        let in_place = |push| push_in_place(&engine, push);
-        beside(Push::full(&weights));
         cpu.push(Push::full(&weights)).expect("pushed");
-        let (sums, bits) = (engine.checksums(), together(&engine));
-        assert!(sums == cpu.checksums(), "{model} {dtype}");
-        for (what, tensors, push) in [
-            ("each in place", &weights, &in_place as &dyn Fn(Push)),
-            ("in one tensor in place", &fused, &in_place),
-            ("in one tensor beside", &fused, &beside),
-        ] {
-            in_place(Push::full(&others));
-            assert!(engine.checksums() != sums, "{model} {dtype}: {what}");
-            push(Push::full(tensors));
+        engine.push(Push::full(&weights)).expect("pushed");
+        let (sums, bits) = (cpu.checksums(), together(&engine));
+        assert!(engine.checksums() == sums, "{model} {dtype}");
+        engine.push(Push::full(&others)).expect("pushed");
+        engine.push(Push::full(&fused)).expect("pushed");
+        let same = |engine: &Engine, what: &str| {
             assert!(engine.checksums() == sums, "{model} {dtype}: {what}");
-            assert_eq!(together(&engine), bits, "{model} {dtype}: {what}");
+            assert_eq!(together(engine), bits, "{model} {dtype}: {what}");
+        };
+        same(&engine, "in one tensor beside");
+        for (what, tensors) in [("each in place", &weights), ("in one tensor in place", &fused)] {
+            push_in_place(&in_place, Push::full(&others));
+            assert!(in_place.checksums() != sums, "{model} {dtype}: {what}");
+            push_in_place(&in_place, Push::full(tensors));
+            same(&in_place, what);
         }
     }
 }

@@ -12,7 +12,7 @@ use sha2::{Digest as _, Sha256};
 
 use crate::common::{
     Engine, Push, Reply, Request, StateDict, kernels, push_in_place, random_prompts, random_weights, to_bytes,
-    write_checkpoint,
+    with_fused_experts, write_checkpoint,
 };
 
 const MODES: [&[&str]; 3] =
@@ -146,12 +146,16 @@ fn every_adapter_is_merged_to_the_bits_of_peft() {
 
 #[test]
 fn in_place_and_staged_pushes_give_the_same_bits() {
-    let flags = ["--dtype", "float32"];
-    let (staged, in_place) = (Engine::start("llama", &flags), Engine::start("llama", &flags));
-    let weights = random_weights(staged.parameters(), 31);
-    staged.push(Push::full(&weights)).expect("pushed");
-    push_in_place(&in_place, Push::full(&weights));
-    assert_same_policy(&in_place, &staged, 4, "in place");
+    for (model, tp) in [("llama", "1"), ("llama", "2"), ("qwen3_moe", "1"), ("qwen3_moe_60", "4"), ("glm4_moe", "2")] {
+        let flags = ["--dtype", "float32", "--tp", tp];
+        let (staged, in_place) = (Engine::start(model, &flags), Engine::start_without_room(model, &flags));
+        let [weights, others] = [31, 32].map(|seed| random_weights(staged.parameters(), seed));
+        staged.push(Push::full(&weights)).expect("pushed");
+        for tensors in [&weights, &others, &with_fused_experts(&weights)] {
+            push_in_place(&in_place, Push::full(tensors));
+        }
+        assert_same_policy(&in_place, &staged, 4, &format!("{model} on {tp}, in place"));
+    }
 }
 
 /// Starts a request that is longer than any push takes, and waits until the engine is some steps into it.

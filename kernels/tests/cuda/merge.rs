@@ -80,8 +80,9 @@ impl Weight {
         LowRank {
             rank,
             cols: self.cols,
-            a: random.normals(rank * self.cols, 1.0),
-            b: random.normals(self.rows * rank, 0.1),
+            a: TensorData::F32(random.normals(rank * self.cols, 1.0).into()),
+            b: TensorData::F32(random.normals(self.rows * rank, 0.1).into()),
+            product: Dtype::F32,
             scaling: [0.7, -2.0, 1.0][random.below(3)],
             roundings: vec![],
             magnitude: None,
@@ -110,6 +111,10 @@ impl Weight {
     fn changes(&self, random: &mut Random, rank: usize) -> Vec<WeightChange> {
         let roundings = [vec![Dtype::F16], vec![Dtype::Bf16], vec![Dtype::F32, Dtype::F16, Dtype::Bf16]];
         let rounded = LowRank { roundings: roundings[random.below(3)].clone(), ..self.low_rank(random, rank) };
+        let [a, b] = [(rank * self.cols, 1.0), (self.rows * rank, 0.1)]
+            .map(|(len, size)| TensorData::Bf16(random.normals(len, size).into_iter().map(bf16::from_f32).collect()));
+        let product = [Dtype::Bf16, Dtype::F16][random.below(2)];
+        let of_experts = LowRank { a, b, product, roundings: vec![product], ..self.low_rank(random, rank) };
         let dora = LowRank { magnitude: Some(self.magnitude(random)), ..self.low_rank(random, rank) };
         let of =
             |replacement, delta: Option<LowRank>| WeightChange { replacement, delta: delta.map(LoraDelta::LowRank) };
@@ -117,6 +122,7 @@ impl Weight {
             of(None, None),
             of(None, Some(self.low_rank(random, rank))),
             of(None, Some(rounded)),
+            of(None, Some(of_experts)),
             of(None, Some(dora)),
             of(self.replacement(random), None),
             of(self.replacement(random), Some(self.low_rank(random, rank))),
@@ -158,7 +164,8 @@ fn an_adapter_of_zeros_gives_the_bits_of_the_base_and_every_merge_those_of_the_f
         let mut random = Random::new(3);
         let weight = Weight { first_row: 0, ..Weight::new(&mut random, dtype, 20, 40) };
         let of = |low_rank| WeightChange { replacement: None, delta: Some(LoraDelta::LowRank(low_rank)) };
-        let zero = of(LowRank { b: vec![0.0; weight.rows * 5], ..weight.low_rank(&mut random, 5) });
+        let zero =
+            of(LowRank { b: TensorData::F32(vec![0.0; weight.rows * 5].into()), ..weight.low_rank(&mut random, 5) });
         let [with_zero, unchanged] =
             [zero, WeightChange { replacement: None, delta: None }].map(|change| weight.merged(&cuda, &change));
         // Only the sign of a zero changes.

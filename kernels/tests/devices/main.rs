@@ -9,6 +9,7 @@ mod vision;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 
 use common::{Case, Random, Rank, close, devices, of_device, reference, values_of};
+use half::f16;
 use rollout_kernels::{
     AttentionKernel, AttentionSequence, AttentionShape, Backend, DeviceOptions, Distribution, Dtype, KvCache, KvLayout,
     LoraDelta, LowRank, Magnitude, Matrix, MatrixShape, Merge, MergeBase, Padding, Replacement, RotaryTables, RowTasks,
@@ -283,8 +284,9 @@ fn changes(random: &mut Random, rows: usize, cols: usize) -> Vec<WeightChange> {
     let mut low_rank = |roundings: Vec<Dtype>, magnitude: Option<Magnitude>| LowRank {
         rank,
         cols,
-        a: random.normals(rank * cols, 1.0),
-        b: random.normals(rows * rank, 0.1),
+        a: TensorData::F32(random.normals(rank * cols, 1.0).into()),
+        b: TensorData::F32(random.normals(rows * rank, 0.1).into()),
+        product: Dtype::F32,
         scaling: 0.7,
         roundings,
         magnitude,
@@ -292,6 +294,10 @@ fn changes(random: &mut Random, rows: usize, cols: usize) -> Vec<WeightChange> {
     };
     let plain = low_rank(vec![], None);
     let rounded = low_rank(vec![Dtype::F16], None);
+    let of_experts = low_rank(vec![Dtype::F16], None);
+    let [a, b] = [&of_experts.a, &of_experts.b]
+        .map(|factor| TensorData::F16(factor.part_f32(0..factor.len()).iter().map(|x| f16::from_f32(*x)).collect()));
+    let of_experts = LowRank { a, b, product: Dtype::F16, ..of_experts };
     let lengths = (0..rows).map(|row| 1.0 + row as f32 / 100.0).collect();
     let dora = low_rank(vec![], Some(Magnitude { lengths, sum: Dtype::F32, factor: Dtype::F32 }));
     let replacement = || Some(Replacement { values: TensorData::F32(vec![0.25; rows * cols].into()), cols });
@@ -299,6 +305,7 @@ fn changes(random: &mut Random, rows: usize, cols: usize) -> Vec<WeightChange> {
     vec![
         of(plain),
         of(rounded),
+        of(of_experts),
         of(dora),
         WeightChange { replacement: replacement(), delta: None },
         WeightChange { replacement: None, delta: None },
