@@ -55,11 +55,12 @@ impl Engine {
 
     /// Starts an engine whose memory has no room for a FULL push beside the weights that serve.
     pub fn start_without_room(model: &str, flags: &[&str]) -> Self {
-        let memory = Self::start(model, flags).status().memory;
+        let flags = [flags, &["--request-bytes", "64MiB"]].concat(); // by default a share of the memory
+        let memory = Self::start(model, &flags).status().memory;
         let weights = memory.entries.iter().find(|(of, _)| *of == MemoryUse::Weights).expect("an entry").1;
-        let ceiling = memory.entries.iter().map(|(_, bytes)| bytes).sum::<u64>() + weights * 3 / 4;
+        let ceiling = memory.entries.iter().map(|(_, bytes)| bytes).sum::<u64>() + weights * 15 / 16;
         let share = (ceiling as f64 / memory.total as f64).to_string();
-        Self::start(model, &[flags, &["--mem-util", &share, "--staging-bytes", &(weights / 2).to_string()]].concat())
+        Self::start(model, &[&flags[..], &["--mem-util", &share, "--staging-bytes", "0"]].concat())
     }
 
     /// Starts an engine on the checkpoint at `model`.
