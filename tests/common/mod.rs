@@ -24,7 +24,7 @@ use rollout_server::engine::{
 };
 use rollout_server::error::Result;
 use rollout_server::grammar::Grammar;
-use rollout_server::memory::{Backlog, MemoryUse};
+use rollout_server::memory::Backlog;
 use rollout_server::observe::Observer;
 use rollout_server::server::ServingContext;
 use rollout_server::startup::{self, EngineThread};
@@ -51,16 +51,6 @@ impl Engine {
 
     pub fn try_start(model: &str, flags: &[&str]) -> Result<Self> {
         Self::try_start_at(&fixture(model), flags)
-    }
-
-    /// Starts an engine whose memory has no room for a FULL push beside the weights that serve.
-    pub fn start_without_room(model: &str, flags: &[&str]) -> Self {
-        let flags = [flags, &["--request-bytes", "64MiB"]].concat(); // by default a share of the memory
-        let memory = Self::start(model, &flags).status().memory;
-        let weights = memory.entries.iter().find(|(of, _)| *of == MemoryUse::Weights).expect("an entry").1;
-        let ceiling = memory.entries.iter().map(|(_, bytes)| bytes).sum::<u64>() + weights * 15 / 16;
-        let share = (ceiling as f64 / memory.total as f64).to_string();
-        Self::start(model, &[&flags[..], &["--mem-util", &share, "--staging-bytes", "0"]].concat())
     }
 
     /// Starts an engine on the checkpoint at `model`.

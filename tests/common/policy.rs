@@ -2,6 +2,7 @@
 
 use rollout_server::engine::{Command, DrainMode, LifecycleStatus, SleepLevel, SleepReply};
 use rollout_server::error::Error;
+use rollout_server::memory::MemoryUse;
 use rollout_server::types::TokenId;
 
 use super::{Engine, Push, random_weights, with_fused_experts};
@@ -85,4 +86,16 @@ pub fn push_in_place(engine: &Engine, push: Push) {
     assert!(matches!(beside, Error::ResourceExhausted(_)), "{beside}");
     engine.push(Push { in_place: true, ..push }).expect("pushed in place");
     engine.ask(|reply| Command::Resume { reply }).expect("resumed");
+}
+
+impl Engine {
+    /// Starts an engine whose memory has no room for a FULL push beside the weights that serve.
+    pub fn start_without_room(model: &str, flags: &[&str]) -> Self {
+        let flags = [flags, &["--request-bytes", "64MiB"]].concat(); // by default a share of the memory
+        let memory = Self::start(model, &flags).status().memory;
+        let weights = memory.entries.iter().find(|(of, _)| *of == MemoryUse::Weights).expect("an entry").1;
+        let ceiling = memory.entries.iter().map(|(_, bytes)| bytes).sum::<u64>() + weights * 15 / 16;
+        let share = (ceiling as f64 / memory.total as f64).to_string();
+        Self::start(model, &[&flags[..], &["--mem-util", &share, "--staging-bytes", "0"]].concat())
+    }
 }

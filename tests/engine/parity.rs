@@ -6,8 +6,8 @@ use safetensors::SafeTensors;
 
 use crate::common::{Engine, Request, fixture, kernels, orders};
 
-/// Models without experts, and those with experts. With experts, rounding decides which of them a token takes, so that a
-/// bound for bfloat16 holds only where the tokens are given their experts.
+/// Models without experts, and those with experts. With experts, rounding decides which of them a token takes, so that
+/// a bound for bfloat16 holds only where the tokens are given their experts.
 const DENSE: [&str; 8] = ["llama", "llama-tied", "qwen2", "qwen3", "qwen_v1", "mistral", "smollm3", "phi3"];
 const WITH_EXPERTS: [&str; 5] = ["qwen3_moe", "qwen3_moe_60", "qwen2_moe", "mixtral", "glm4_moe"];
 

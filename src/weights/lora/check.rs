@@ -1,5 +1,6 @@
 //! Checks an adapter's tensors against its configuration and the model, before any of their values is there.
 
+mod embedding;
 mod experts;
 
 use std::collections::{BTreeMap, BTreeSet};
@@ -296,42 +297,6 @@ impl Checker<'_> {
                 })
             }
         }
-    }
-
-    fn adapt_embedding(&mut self, name: &str, a: usize, b: usize) -> Result<()> {
-        if name != EMBEDDING {
-            return Err(self.wrong(a, format!("is not of {EMBEDDING}, the only embedding; linear layers have lora_A")));
-        }
-        if self.config.dora {
-            return Err(self.wrong(a, "with adapter_config.use_dora: DoRA of an embedding is not supported".into()));
-        }
-        let parameter = format!("{EMBEDDING}.weight");
-        let (rows, cols) = self.matrix(&parameter, a)?;
-        let rank = self.config.rank(self.own_name(name)) as usize;
-        self.expect_shape(a, &[rank, rows])?;
-        self.expect_shape(b, &[cols, rank])?;
-        let scaling = self.config.scaling(self.own_name(name))?;
-        // PEFT rounds the delta weight of an embedding to the base's dtype too before it adds it.
-        let dtype = self.same_dtype(a, b)?;
-        let mut roundings = vec![dtype, self.parameters.dtype()];
-        roundings.dedup();
-        roundings.retain(|dtype| *dtype != Dtype::F32);
-        let delta = LowRankSpec {
-            a,
-            b,
-            magnitude: None,
-            rank,
-            first_row: 0,
-            rows,
-            cols,
-            dtype,
-            product: Dtype::F32,
-            scaling,
-            roundings,
-            kind: FactorKind::Embedding,
-            expert: None,
-        };
-        self.set_delta(&parameter, a, DeltaSpec::LowRank(delta))
     }
 
     fn set_delta(&mut self, parameter: &str, tensor: usize, delta: DeltaSpec) -> Result<()> {

@@ -61,7 +61,8 @@ impl Checker<'_> {
     /// rounded to afterwards, before it is added to a linear layer, to experts or to a router.
     ///
     /// PEFT multiplies factors of experts in their own precision, and all others in float32 on the CPU. It rounds the
-    /// delta of a parameter (experts, routers) to the parameter's precision, and that of a module to the adapter's only.
+    /// delta of a parameter (experts, routers) to the parameter's precision, and that of a module only to the
+    /// adapter's.
     pub(super) fn roundings(&self, parameter: &str, dtype: Dtype) -> (Dtype, Vec<Dtype>) {
         let mut roundings = vec![dtype];
         if is_of_experts(parameter) {
