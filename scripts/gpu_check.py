@@ -93,6 +93,7 @@ STEPS = [
     Step("ranks on several cards", "engines", ("ranks::",), devices=4),
     Step("whole engines", "engines", ("engines::",)),
     Step("whole engines with images", "engines", ("images::",)),
+    Step("experts of tokens, returned and given", "engines", ("routing::",), devices=4),
     Step("whole engines by FlashAttention", "engines", ("flash::",), is_optional=True),
     Step("whole engines by graphs", "engines", ("graphs::",)),
     Step("memory of whole engines", "engines", ("memory::",)),

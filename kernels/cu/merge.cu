@@ -1,5 +1,5 @@
 // The low-rank delta of an adapter, added to weights with the bits of the CPU: a sum over k ascending by fused
-// multiply-add from zero, which is rounded, scaled, rounded again, and added to the base.
+// multiply-add from zero, which is scaled and rounded, and added to the base.
 
 #include "weights.cuh"
 
@@ -10,10 +10,12 @@ constexpr int ROWS = 8, COLUMNS = 4;
 constexpr int ACROSS = TILE_COLUMNS / COLUMNS;
 static_assert(TILE_ROWS / ROWS * ACROSS == THREADS, "a thread for each part of the tile");
 
-// Rounds to the types of `code`, two bits each: 1 is float16, 2 is bfloat16, and 0 ends the list.
-__device__ __forceinline__ float rounded_by(uint32_t code, float x) {
+// Does what `code` says, two bits for each step: 1 rounds to float16, 2 to bfloat16, 3 multiplies by `scaling`, and 0
+// ends the list.
+__device__ __forceinline__ float scaled_and_rounded(uint32_t code, float scaling, float x) {
     for (; code != 0; code >>= 2) {
-        x = (code & 3) == 1 ? __half2float(__float2half_rn(x)) : widen(rounded<Bf16>(x));
+        const uint32_t step = code & 3;
+        x = step == 3 ? x * scaling : step == 1 ? __half2float(__float2half_rn(x)) : widen(rounded<Bf16>(x));
     }
     return x;
 }
@@ -45,8 +47,8 @@ __device__ __forceinline__ void load(Stage& stage, const float* a, const float* 
 
 template <typename T>
 __device__ __forceinline__ void add_low_rank(T* w, int64_t stride, int run, int padded_run, const float* a,
-                                             const float* b, int rows, int columns, int rank, uint32_t product,
-                                             float scaling, uint32_t roundings) {
+                                             const float* b, int rows, int columns, int rank, float scaling,
+                                             uint32_t steps) {
     __shared__ __align__(16) Stage stage;
     const int row = threadIdx.x / ACROSS * ROWS, column = threadIdx.x % ACROSS;
     float sums[ROWS][COLUMNS] = {};
@@ -78,7 +80,7 @@ __device__ __forceinline__ void add_low_rank(T* w, int64_t stride, int run, int 
 #pragma unroll
         for (int i = 0; i < ROWS; ++i) {
             if (row0 + i >= rows) break;
-            const float delta = rounded_by(roundings, rounded_by(product, sums[i][j]) * scaling);
+            const float delta = scaled_and_rounded(steps, scaling, sums[i][j]);
             to[i * stride] = rounded<T>(widen(to[i * stride]) + delta);
         }
     }
@@ -86,12 +88,12 @@ __device__ __forceinline__ void add_low_rank(T* w, int64_t stride, int run, int 
 
 extern "C" __global__ void __launch_bounds__(THREADS)
     add_low_rank_bf16(Bf16* w, int64_t stride, int run, int padded_run, const float* a, const float* b, int rows,
-                      int columns, int rank, uint32_t product, float scaling, uint32_t roundings) {
-    add_low_rank(w, stride, run, padded_run, a, b, rows, columns, rank, product, scaling, roundings);
+                      int columns, int rank, float scaling, uint32_t steps) {
+    add_low_rank(w, stride, run, padded_run, a, b, rows, columns, rank, scaling, steps);
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS)
     add_low_rank_f32(float* w, int64_t stride, int run, int padded_run, const float* a, const float* b, int rows,
-                     int columns, int rank, uint32_t product, float scaling, uint32_t roundings) {
-    add_low_rank(w, stride, run, padded_run, a, b, rows, columns, rank, product, scaling, roundings);
+                     int columns, int rank, float scaling, uint32_t steps) {
+    add_low_rank(w, stride, run, padded_run, a, b, rows, columns, rank, scaling, steps);
 }

@@ -138,7 +138,7 @@ impl Merger {
         let mut launch = Launch::of(&self.context.stream, function);
         launch.pointer(to.pointer).long(to.stride).int(to.layout.run).int(to.layout.padded_run);
         launch.pointer(a.pointer).pointer(b.pointer).int(rows.len()).int(columns.len()).int(rank);
-        launch.int(rounding_code(&[low_rank.product])).float(low_rank.scaling).int(rounding_code(&low_rank.roundings));
+        launch.float(low_rank.scaling).int(steps_code(low_rank));
         let blocks = [rows.len().div_ceil(TILE_ROWS), columns.len().div_ceil(TILE_COLUMNS)];
         let [x, y] = blocks.map(|blocks| u32::try_from(blocks).expect("tiles of a matrix"));
         // SAFETY: `a` is `[rank, columns]` and `b` `[rows, rank]`, and the matrix has these rows and columns.
@@ -221,17 +221,21 @@ fn of_weight(merge: &Merge<'_>, all: &Range<usize>, some: Range<usize>) -> Range
     start..start + some.len()
 }
 
-/// The roundings as the kernel takes them: two bits for each, the first lowest.
+/// Bits of a step that scales.
+const SCALE: u64 = 3;
+
+/// What happens to the product before it is added, as the kernel takes it: two bits for each step, the first lowest.
 ///
 /// # Panics
-/// If there are more than fit.
-fn rounding_code(roundings: &[Dtype]) -> usize {
-    let codes = roundings.iter().filter_map(|dtype| match dtype {
+/// If there are more steps than fit.
+fn steps_code(low_rank: &LowRank) -> usize {
+    let rounding = |dtype: &Dtype| match dtype {
         Dtype::F32 => None,
         Dtype::F16 => Some(1),
         Dtype::Bf16 => Some(2),
-    });
-    let code = codes.rev().fold(0_u64, |code, next| code << 2 | next);
-    assert!(roundings.len() < 16, "{} roundings of a delta", roundings.len());
-    code as usize
+    };
+    let before = rounding(&low_rank.product).into_iter().chain([SCALE]);
+    let steps: Vec<u64> = before.chain(low_rank.roundings.iter().filter_map(rounding)).collect();
+    assert!(steps.len() <= 16, "{} steps between a product and its addition", steps.len());
+    steps.into_iter().rev().fold(0, |code, step| code << 2 | step) as usize
 }
