@@ -58,7 +58,7 @@ QWEN_7B = QWEN_1_5B | {
 }
 
 
-# 1.09 B parameters, of which a token uses 0.21 B. Attention has half the sizes of Qwen3-30B-A3B's, the experts are
+# 1.12 B parameters, of which a token uses 0.21 B. Attention has half the sizes of Qwen3-30B-A3B's, the experts are
 # those of kernels/benches/operators/experts.rs. The vocabulary is small, so that the head is a sixth of a token's
 # products: in the 30B it is a tenth.
 QWEN3_MOE = {
@@ -77,7 +77,7 @@ QWEN3_MOE = {
     "decoder_sparse_step": 1,
     "mlp_only_layers": [],
     "vocab_size": 32_768,
-    "tie_word_embeddings": True,
+    "tie_word_embeddings": False,
     "hidden_act": "silu",
     "max_position_embeddings": 32_768,
     "rms_norm_eps": 1e-6,
@@ -172,6 +172,9 @@ def qwen_shapes(config: dict = QWEN) -> dict[str, tuple[int, ...]]:
 def write_qwen(directory: Path, config: dict = QWEN) -> Path:
     """Writes a checkpoint of random values, the same each time, that the server can load, with the tokenizer of a
     fixture. Matrices of models other than QWEN have values that take a twentieth of the time to make.
+
+    Embeddings of a model with experts are about 1 in size. Layers then change little of a token's row, so that the
+    tokens of a step take different experts; otherwise all samples of a prompt take nearly the same.
     """
     make = random_bfloat16 if config is QWEN else quick_bfloat16
     directory.mkdir(parents=True, exist_ok=True)
@@ -184,18 +187,26 @@ def write_qwen(directory: Path, config: dict = QWEN) -> Path:
     with (directory / "model.safetensors").open("wb") as file:
         file.write(struct.pack("<Q", len(text)) + text)
         for name, shape in qwen_shapes(config).items():
-            matrix = len(shape) == 2
-            values = make(rng, shape) if matrix else random_bfloat16(rng, shape, 1.0 if "norm" in name else 0.0)
+            if len(shape) == 1:
+                values = random_bfloat16(rng, shape, 1.0 if "norm" in name else 0.0)
+            elif "num_experts" in config and name == "model.embed_tokens.weight":
+                values = quick_bfloat16(rng, shape, exponent=-1)
+            else:
+                values = make(rng, shape)
             file.write(values[0])
     (directory / "config.json").write_text(json.dumps(config))
     shutil.copy(TOKENIZER, directory)
     return directory
 
 
-def quick_bfloat16(rng: np.random.Generator, shape: tuple[int, ...]) -> tuple[bytes, str, tuple[int, ...]]:
-    """A bfloat16 tensor of random bits, between 2^-7 and 2^-5, of both signs: about as large as random_bfloat16's."""
+def quick_bfloat16(
+    rng: np.random.Generator, shape: tuple[int, ...], exponent: int = -7
+) -> tuple[bytes, str, tuple[int, ...]]:
+    """A bfloat16 tensor of random bits, between 2^exponent and four times that, of both signs: by default about as
+    large as random_bfloat16's. The exponent is odd.
+    """
     bits = rng.integers(0, 1 << 16, int(np.prod(shape)), np.uint16)
-    return ((bits & 0x80FF) | 0x3C00).tobytes(), "bfloat16", shape
+    return ((bits & 0x80FF) | np.uint16((127 + exponent) << 7)).tobytes(), "bfloat16", shape
 
 
 def random_bfloat16(

@@ -58,6 +58,7 @@ class Shape:
     """The sizes of a model from which the floor is computed."""
 
     parameters: float
+    """Without an embedding whose rows are only looked up."""
     embedding_parameters: float
     kv_elements_per_token: float
     expert_parameters: float = 0.0
@@ -81,8 +82,9 @@ class Shape:
 SHAPES = {
     134_515_008: Shape(134_515_008, 49_152 * 576, 30 * 2 * 3 * 64),  # SmolLM2-135M, tied
     494_032_768: Shape(494_032_768, 151_936 * 896, 24 * 2 * 2 * 64),  # Qwen2.5-0.5B, tied
-    # QWEN3_MOE of checkpoints.py, tied: 64 experts of 3 x 1,024 x 512 parameters in each of 10 layers, 8 for a token.
-    1_088_052_736: Shape(1_088_052_736, 32_768 * 1024, 10 * 2 * 2 * 128, 10 * 64 * 3 * 1024 * 512, 8 / 64),
+    # QWEN3_MOE of checkpoints.py, whose embedding is only looked up: 64 experts of 3 x 1,024 x 512 parameters in each
+    # of 10 layers, 8 for a token.
+    1_121_607_168: Shape(1_088_052_736, 32_768 * 1024, 10 * 2 * 2 * 128, 10 * 64 * 3 * 1024 * 512, 8 / 64),
 }
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from rollout_client import SamplingParams
 from serving import server
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "benches"))
@@ -119,9 +120,10 @@ def parameters_of(shapes, *parts):
 @pytest.mark.parametrize("model", checkpoints.RANDOM_MODELS.values(), ids=lambda model: model.stem)
 def test_the_floor_of_a_random_model_is_computed_from_its_sizes(model):
     config, shapes = model.config, checkpoints.qwen_shapes(model.config)
-    shape = SHAPES[parameters_of(shapes)]
-    assert shape.parameters == parameters_of(shapes)
-    assert shape.embedding_parameters == parameters_of(shapes, "embed_tokens")
+    shape, embedding = SHAPES[parameters_of(shapes)], parameters_of(shapes, "embed_tokens")
+    looked_up = embedding if "lm_head.weight" in shapes else 0
+    assert shape.parameters == parameters_of(shapes) - looked_up
+    assert shape.embedding_parameters == embedding
     keys = [rows for name, (rows, *_) in shapes.items() if name.endswith("k_proj.weight")]
     assert shape.kv_elements_per_token == 2 * sum(keys)
     assert shape.expert_parameters == parameters_of(shapes, ".experts.")
@@ -146,13 +148,17 @@ def test_the_floor_of_experts_is_that_of_a_hand_count():
     assert floor(1e9, 1e-9) == pytest.approx(2 * (4 * 550) + kv)
 
 
-def test_the_server_loads_a_random_model_with_experts(binary, tmp_path):
-    sizes = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1}
-    sizes |= {"head_dim": 32, "moe_intermediate_size": 16, "num_experts": 8, "num_experts_per_tok": 2}
-    config = checkpoints.QWEN3_MOE | sizes | {"vocab_size": 512}
-    with server(binary, checkpoints.write_qwen(tmp_path, config)) as client:
-        assert client.info().parameters == parameters_of(checkpoints.qwen_shapes(config))
+def test_tokens_take_as_many_experts_of_a_random_model_as_its_floor_counts(binary, tmp_path):
+    sizes = {"hidden_size": 128, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1}
+    sizes |= {"head_dim": 64, "moe_intermediate_size": 16, "vocab_size": 512}
+    config = checkpoints.QWEN3_MOE | sizes
+    sampling = SamplingParams(max_tokens=5, seed=1, ignore_eos=True)
+    with server(binary, checkpoints.write_qwen(tmp_path, config), "--return-routing") as client:
         assert {p.name: p.shape for p in client.parameters()} == checkpoints.qwen_shapes(config)
+        (group,) = client.generate([[*range(9, 99)]], n=16, sampling=sampling, return_routing=True)
+    steps = np.stack([sample.routing.experts for sample in group.samples], axis=2).reshape(4 * 2, 16 * 8)
+    shape = Shape(64, 0, 0, expert_parameters=64, taken_share=8 / 64)
+    assert np.mean([len(np.unique(experts)) for experts in steps]) == pytest.approx(shape.read_parameters(16), rel=0.1)
 
 
 def test_pushes_of_experts_are_compared_with_a_dense_model_of_their_bytes():
