@@ -19,7 +19,7 @@ import sys
 import tempfile
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 
@@ -174,7 +174,7 @@ def main() -> int:
         # The full pushes come last: an adapter pushed after one needs copies of the base's values.
         lines = [*measure_adapters(clients, args.runs), *measure_full(clients, args.runs)]
     if args.json:
-        Path(args.json).write_text(json.dumps({line.title: line.values for line in lines}, indent=1) + "\n")
+        Path(args.json).write_text(json.dumps([asdict(line) for line in lines], indent=1) + "\n")
     print(markdown(args, tensors, copy, lines))
     return 0
 
