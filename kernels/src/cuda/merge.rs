@@ -224,7 +224,7 @@ fn of_weight(merge: &Merge<'_>, all: &Range<usize>, some: Range<usize>) -> Range
 /// Bits of a step that scales.
 const SCALE: u64 = 3;
 
-/// What happens to the product before it is added, as the kernel takes it: two bits for each step, the first lowest.
+/// The steps between the product and its addition, as the kernel takes them: two bits for each, the first lowest.
 ///
 /// # Panics
 /// If there are more steps than fit.
