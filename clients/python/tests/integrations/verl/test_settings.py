@@ -29,7 +29,8 @@ def test_what_verl_says_becomes_flags_and_options_become_further_ones():
     assert command_line(settings(max_model_len=99).flags)[-2:] == ["--max-model-len", "99"]
     assert command_line(settings(limit_images=3).flags)[-2:] == ["--limit-mm-per-prompt", "image=3"]
     assert command_line(settings(enable_rollout_routing_replay=True).flags)[-1] == "--return-routing"
-    assert settings(expert_parallel_size=4).flags == settings().flags, "experts are whole on each rank"
+    four = {"tensor_model_parallel_size": 4}  # verl wants as many ranks of experts
+    assert settings(**four, expert_parallel_size=4).flags == settings(**four).flags, "experts are whole on each rank"
     assert "--mem-util 0.1 " in " ".join(command_line(settings({"mem_util": 0.1}).flags)), "an option wins"
 
 
