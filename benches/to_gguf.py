@@ -25,7 +25,7 @@ EXPERT = re.compile(r"(.*\.experts)\.0\.(\w+\.weight)")
 def named_tensors(checkpoint: Path, experts: int) -> Iterator[tuple[str, torch.Tensor]]:
     """All tensors; a projection of a layer's experts is one tensor of three dimensions, as llama.cpp has it."""
     with safe_open(checkpoint / "model.safetensors", "pt") as tensors:
-        for name in tensors.keys():  # noqa: SIM118 it is no mapping
+        for name in tensors.keys():  # noqa: SIM118 a safetensors file cannot be iterated
             if first := EXPERT.fullmatch(name):
                 block, projection = first.groups()
                 yield (

@@ -82,8 +82,8 @@ class Shape:
 SHAPES = {
     134_515_008: Shape(134_515_008, 49_152 * 576, 30 * 2 * 3 * 64),  # SmolLM2-135M, tied
     494_032_768: Shape(494_032_768, 151_936 * 896, 24 * 2 * 2 * 64),  # Qwen2.5-0.5B, tied
-    # QWEN3_MOE of checkpoints.py, whose embedding is only looked up: 64 experts of 3 x 1,024 x 512 parameters in each
-    # of 10 layers, 8 for a token.
+    # QWEN3_MOE of checkpoints.py, whose embedding is only looked up: each of 10 layers has 64 experts of
+    # 3 x 1,024 x 512 parameters, and a token takes 8 of them.
     1_121_607_168: Shape(1_088_052_736, 32_768 * 1024, 10 * 2 * 2 * 128, 10 * 64 * 3 * 1024 * 512, 8 / 64),
 }
 

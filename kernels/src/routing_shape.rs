@@ -18,8 +18,8 @@ pub struct RoutingShape {
     pub top_k: usize,
     /// The experts whose matrices this rank has: those of all ranks, or an aligned run of [`expert_groups`].
     pub local: Range<usize>,
-    /// Of how many layers the experts are kept until the next step, for
-    /// [`Ops::kept_experts`](crate::Ops::kept_experts); 0 if of none.
+    /// Number of layers whose experts are kept until the next step, for
+    /// [`Ops::kept_experts`](crate::Ops::kept_experts); 0 keeps none.
     pub kept_layers: usize,
 }
 

@@ -1,4 +1,4 @@
-//! What trainers do to the weights of an engine, and that engines with other ranks or on other devices do the same.
+//! Pushes, sleep and wake as a trainer orders them, compared between engines with other ranks or on other devices.
 
 use rollout_server::engine::{Command, DrainMode, LifecycleStatus, SleepLevel, SleepReply};
 use rollout_server::error::Error;
@@ -77,7 +77,7 @@ pub fn check_pushes_and_sleep(
     slept
 }
 
-/// Pushes into the serving weights, while nothing runs, as there is no room beside them
+/// Overwrites the serving weights while the engine is paused. The engine must have no room for a second set of weights
 /// ([`Engine::start_without_room`]).
 pub fn push_in_place(engine: &Engine, push: Push) {
     let pause = |reply| Command::Pause { mode: DrainMode::Wait, cancel: Default::default(), reply };

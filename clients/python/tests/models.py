@@ -99,9 +99,7 @@ def random_adapter(rng, state, *, rank=4, scale=0.2, layers=None):
         module = name.removesuffix(".weight")
         if module.rpartition(".")[2] in LINEAR and array.ndim == 2 and (layers is None or layer_of(name) in layers):
             rows, columns = array.shape
-            prefix = f"base_model.model.{module}"
-            tensors[f"{prefix}.lora_A.weight"] = scale * rng.standard_normal((rank, columns), dtype=np.float32)
-            tensors[f"{prefix}.lora_B.weight"] = scale * rng.standard_normal((rows, rank), dtype=np.float32)
+            tensors |= random_factors(rng, module, (rank, columns), (rows, rank), scale)
     config = {
         "peft_type": "LORA",
         "r": rank,
@@ -112,6 +110,14 @@ def random_adapter(rng, state, *, rank=4, scale=0.2, layers=None):
     return tensors, config
 
 
+def random_factors(rng, module, a, b, scale):
+    """The two tensors of a module's adapter, of the shapes `a` and `b`."""
+    names = (f"base_model.model.{module}.lora_{factor}.weight" for factor in "AB")
+    return {
+        name: scale * rng.standard_normal(shape, dtype=np.float32) for name, shape in zip(names, (a, b), strict=True)
+    }
+
+
 def random_expert_adapter(rng, state, *, rank=4, scale=0.2):
     """As `random_adapter`, on the experts of all layers, as PEFT makes it of `target_parameters`."""
     tensors, targets = {}, {"gate_up_proj": "experts.base_layer", "down_proj": "experts"}
@@ -119,9 +125,8 @@ def random_expert_adapter(rng, state, *, rank=4, scale=0.2):
         experts, _, tensor = name.rpartition(".")
         if experts.endswith(".experts"):
             count, rows, columns = array.shape
-            prefix = f"base_model.model.{experts.removesuffix('experts')}{targets[tensor]}"
-            tensors[f"{prefix}.lora_A.weight"] = scale * rng.standard_normal((count * rank, columns), dtype=np.float32)
-            tensors[f"{prefix}.lora_B.weight"] = scale * rng.standard_normal((rows, rank * count), dtype=np.float32)
+            module = f"{experts.removesuffix('experts')}{targets[tensor]}"
+            tensors |= random_factors(rng, module, (count * rank, columns), (rows, rank * count), scale)
     config = {
         "peft_type": "LORA",
         "r": rank,
@@ -138,9 +143,7 @@ def random_router_adapter(rng, state, *, rank=4, scale=0.2):
     for name, array in state.items():
         if name.endswith(".mlp.gate.weight"):
             rows, columns = array.shape
-            prefix = f"base_model.model.{name.removesuffix('.weight')}"
-            tensors[f"{prefix}.lora_A.weight"] = scale * rng.standard_normal((rank, columns), dtype=np.float32)
-            tensors[f"{prefix}.lora_B.weight"] = scale * rng.standard_normal((rows, rank), dtype=np.float32)
+            tensors |= random_factors(rng, name.removesuffix(".weight"), (rank, columns), (rows, rank), scale)
     config = {
         "peft_type": "LORA",
         "r": rank,

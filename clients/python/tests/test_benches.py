@@ -131,7 +131,7 @@ def test_the_floor_of_a_random_model_is_computed_from_its_sizes(model):
 
 
 def test_the_floor_of_experts_is_that_of_a_hand_count():
-    # Of 4 experts of 200 parameters a token takes 1. Two tokens take the same one or another: 1.75 on average.
+    # A token takes 1 of 4 experts with 200 parameters each; two tokens take 1.75 different experts on average.
     shape = Shape(1000, 100, 3, expert_parameters=800, taken_share=1 / 4)
     assert shape.used_parameters == 400
     assert [shape.read_parameters(tokens) for tokens in (1, 2)] == [400, pytest.approx(550)]

@@ -109,8 +109,8 @@ impl ExpertKernels {
         launch.pointer(forced.as_ref().map_or(0, |memory| memory.pointer));
         launch.int(router.normalise.into()).float(router.scale).int(top_k);
         launch.pointer(to.experts()).pointer(to.weights()).pointer(kept).int(shape.kept_row());
-        // SAFETY: the routing has `top_k` entries for each row, as have the forced rows, and places for them in a row
-        // of those that are kept; the bias is as long as the logits are wide.
+        // SAFETY: the routing and the forced rows have `top_k` entries for each row, the kept experts have a row of
+        // `kept_row` for each, and the bias has an entry for each column of the logits.
         unsafe { launch.start(grid(blocks([logits.rows, 1]), WARP_THREADS, shared(top_k))) }
     }
 

@@ -56,7 +56,7 @@ SETTINGS = {
     "trainer.total_training_steps": STEPS,
     "trainer.val_before_train": False,
     "trainer.resume_mode": "disable",
-    # What Ray is told of, not what there is.
+    # Resources that Ray schedules by; the machine may have fewer.
     "ray_kwargs.ray_init.num_cpus": 16,
     "+ray_kwargs.ray_init.num_gpus": 1,
     "+ray_kwargs.ray_init.include_dashboard": False,
