@@ -55,7 +55,9 @@ pub use patches::Patches;
 pub use rotary::{RotaryPositions, RotaryTables};
 pub use routing::{KeptExperts, Router, Routing, Scoring};
 pub use routing_shape::{NOT_FORCED, RoutingShape, expert_groups};
-pub use sampling::{Distribution, Sampled, SampledTokens, SamplingTask, TokenLogprobs};
+pub use sampling::{
+    Distribution, Sampled, SampledTokens, SamplingTask, Support, TaskReturns, TokenLogprobs, TokenReturns,
+};
 pub use step::{AttentionSequence, AttentionShape, Padding, RowTasks, Step, StepInput};
 pub use values::{Dtype, StorageDtype, TensorData, TensorView};
 pub use weights::{MAX_LEAVES, MatrixShape, ROW_GROUP, ReadRows, WriteElements, reduction_leaves};

@@ -14,16 +14,19 @@
 //! The most likely tokens and the token's rank are of the raw or of the processed distribution ([`Distribution`]), by
 //! their logits: a token of a higher logit is more likely even where the float32 log-probabilities are equal.
 //!
+//! Beside the token, a task may ask for the entropies of both distributions and for the support of the processed one
+//! ([`TaskReturns`]).
+//!
 //! The answer is a pure function of (row, task): the draw uses one uniform number made from (seed, output index), so
 //! other requests, and timing, have no effect on it. Scoring a token and sampling it give the same bits.
 //!
 //! Edge cases:
 //! - Temperature 0 takes the highest edited logit; filters cannot change that. It has processed log-probability 0, any
-//!   other token `-inf`.
+//!   other token `-inf`; it is the whole support, which has entropy 0 and log mass 0.
 //! - If edits leave no token (all `-inf`), the lowest allowed token is taken as if greedy, where there is a mask the
 //!   lowest that it, `allowed` and `banned` leave; if one overflows to `+inf`, the lowest such token.
 //! - If the row has a NaN or `+inf` (a broken policy), the highest edited logit is taken, and both log-probabilities of
-//!   every token are NaN, so that the trainer sees it.
+//!   every token are NaN, so that the trainer sees it, and so are entropies and the support's log mass.
 
 use std::any::Any;
 
@@ -71,6 +74,17 @@ pub struct SamplingTask<'a> {
     pub logprobs_of: &'a [u32],
     /// The distribution that these and the rank are of.
     pub top_of: Distribution,
+    /// What to give beside the log-probabilities.
+    pub returns: TaskReturns,
+}
+
+/// What a task asks for beside tokens and their log-probabilities.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct TaskReturns {
+    /// The entropies of both distributions.
+    pub entropy: bool,
+    /// The support of the processed distribution, with the ids of its tokens if they are at most so many.
+    pub support: Option<u32>,
 }
 
 /// One of the two distributions of a [`SamplingTask`].
@@ -148,17 +162,46 @@ pub struct TokenLogprobs {
     /// 1 + the number of tokens that are more likely than this one in the same distribution; 0 where it is not asked
     /// for.
     pub rank: u32,
+    /// The answers to [`SamplingTask::returns`], if it asks for any.
+    pub returned: Option<Box<TokenReturns>>,
+}
+
+/// The answers to [`TaskReturns`] at one position. What is not asked for has its default.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct TokenReturns {
+    /// Entropy of the model's own distribution, in nats.
+    pub raw_entropy: f32,
+    /// Entropy of the distribution sampled from, in nats.
+    pub entropy: f32,
+    pub support: Support,
+}
+
+/// The tokens that have a probability in the distribution sampled from.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct Support {
+    /// Number of the tokens.
+    pub size: u32,
+    /// Logarithm of the probability that they have together in the model's own distribution at the task's temperature.
+    pub log_mass: f32,
+    /// The tokens, ascending; empty if they are more than the task's limit.
+    pub ids: Vec<u32>,
 }
 
 impl TokenLogprobs {
     /// Stands where there is no answer.
-    pub const NONE: Self = Self { token: 0, raw: f32::NAN, processed: f32::NAN, top: Vec::new(), rank: 0 };
+    pub const NONE: Self =
+        Self { token: 0, raw: f32::NAN, processed: f32::NAN, top: Vec::new(), rank: 0, returned: None };
 
     /// Bytes of the heap that it takes beside its own.
     pub fn heap_bytes(&self) -> usize {
         /// The allocator's own bytes of each block.
         const HEADER: usize = 16;
-        if self.top.is_empty() { 0 } else { size_of_val(&self.top[..]) + HEADER }
+        let list = |bytes: usize| if bytes == 0 { 0 } else { bytes + HEADER };
+        let returned = self
+            .returned
+            .as_ref()
+            .map_or(0, |returned| list(size_of::<TokenReturns>()) + list(size_of_val(&returned.support.ids[..])));
+        list(size_of_val(&self.top[..])) + returned
     }
 }
 

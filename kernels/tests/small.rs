@@ -8,8 +8,8 @@ use rollout_kernels::cpu::{Isa, Products};
 use rollout_kernels::{
     Activations, AttentionSequence, AttentionShape, Backend, BlockCopy, Device, DeviceOptions, Distribution, Dtype,
     KvLayout, LoraDelta, LowRank, Matrix, MatrixShape, Merge, MergeBase, NOT_FORCED, Ops, Patches, RotaryTables,
-    Router, RoutingShape, RowTasks, SamplingTask, Scoring, StepInput, StorageDtype, TensorData, TensorView,
-    WeightChange, reduction_leaves,
+    Router, RoutingShape, RowTasks, SamplingTask, Scoring, StepInput, StorageDtype, TaskReturns, TensorData,
+    TensorView, WeightChange, reduction_leaves,
 };
 
 const EMPTY: StepInput<'static> =
@@ -205,12 +205,16 @@ impl Rank {
             top_logprobs: 2,
             logprobs_of: &[],
             top_of: Distribution::Processed,
+            returns: TaskReturns { entropy: true, support: Some(3) },
         };
         let tasks = [task(0.0, 1.0, None), task(0.8, 0.9, None), task(1.0, 1.0, Some(4))];
         let wanted = [RowTasks { row: 0, tasks: 0..2 }, RowTasks { row: 1, tasks: 2..3 }];
         let step = self.ops.prepare(StepInput { tokens: &[0; 2], logits: &wanted, tasks: &tasks, ..EMPTY }).unwrap();
         for token in self.ops.sample(&self.tensor(2, 70), &step, 0..2).unwrap().read().unwrap().tokens {
             self.found.extend([token.token as f32, token.raw, token.processed, token.rank as f32]);
+            let returned = token.returned.expect("it was asked for");
+            self.found.extend([returned.raw_entropy, returned.entropy, returned.support.log_mass]);
+            self.found.extend(returned.support.ids.iter().map(|id| *id as f32));
             self.found.extend(token.top.iter().flat_map(|(token, logprob)| [*token as f32, *logprob]));
         }
     }

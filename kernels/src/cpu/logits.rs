@@ -91,6 +91,12 @@ pub fn sum_exp(isa: Isa, row: &Row<'_>, scale: f32, bound: LogitBound, sums: &mu
     isa.dispatch(SumExp { row, scale, bound, sums })
 }
 
+/// The sum `Σ w ln w` of the weights `w = e^((x - max) * scale)` over the tokens that `bound` keeps, in a fixed order.
+/// The row must have a finite maximum and no NaN.
+pub fn sum_weight_ln_weight(isa: Isa, row: &Row<'_>, scale: f32, bound: LogitBound) -> f64 {
+    isa.dispatch(SumWeightLnWeight { row, scale, bound })
+}
+
 /// Returns the first token, in the order of ids, at which the running sum of `e^((x - max) * scale)` over the kept
 /// tokens exceeds `target`, a value in `[0, total)`. `sums` comes from [`sum_exp`] with the same arguments, and its
 /// total must be positive. A token whose exponential is 0 is never returned.
@@ -287,6 +293,61 @@ impl Kernel for SumExp<'_> {
         }
         debug_assert_eq!(sums.len(), blocks.len() + usize::from(!rest.is_empty()), "maxima of another row");
         add_blocks::<L>(row.maxima, row.max, scale, sums)
+    }
+}
+
+/// The sum `Σ w ln w` of a block's weights `w = e^((x - max) * scale)` in each lane, over its tokens that are not below
+/// `floor`.
+#[inline(always)]
+fn weight_ln_weight_of_block<L: Lanes>(block: &VocabBlock, max: f32, scale: f32, floor: f32) -> L {
+    let (max, scale) = (L::splat(max), L::splat(scale));
+    let vectors = block.as_chunks::<LANES>().0;
+    let mut logs = [L::zero(); VECTORS];
+    for v in 0..VECTORS {
+        // A weight of 0 times -inf would be NaN.
+        logs[v] = L::from_array(&vectors[v]).sub(max).mul(scale).max(L::splat(f32::MIN));
+    }
+    let weights = L::exp_each(logs);
+    let mut sums = [L::zero(); VECTORS];
+    for v in 0..VECTORS {
+        sums[v] = weights[v].zero_where_below(L::from_array(&vectors[v]), floor).mul(logs[v]);
+    }
+    let mut half = VECTORS / 2;
+    while half > 0 {
+        for v in 0..half {
+            sums[v] = sums[v].add(sums[v + half]);
+        }
+        half /= 2;
+    }
+    sums[0]
+}
+
+struct SumWeightLnWeight<'a> {
+    row: &'a Row<'a>,
+    scale: f32,
+    bound: LogitBound,
+}
+
+impl Kernel for SumWeightLnWeight<'_> {
+    type Output = f64;
+
+    #[inline(always)]
+    fn run<L: Lanes>(self) -> f64 {
+        let SumWeightLnWeight { row, scale, bound } = self;
+        let blocks = row.logits.as_chunks::<VOCAB_BLOCK>().0;
+        let mut total = 0f64;
+        for (b, &max) in row.maxima.iter().enumerate() {
+            let floor = bound.floor(b);
+            if max < floor.unwrap_or(bound.logit) {
+                continue;
+            }
+            let sums = match (floor, blocks.get(b)) {
+                (Some(floor), Some(block)) => weight_ln_weight_of_block::<L>(block, row.max, scale, floor),
+                _ => weight_ln_weight_of_block::<L>(&bound.kept(row, b), row.max, scale, f32::NEG_INFINITY),
+            };
+            total += f64::from(sums.sum());
+        }
+        total
     }
 }
 

@@ -2,7 +2,7 @@
 
 use std::cmp::Ordering;
 
-use crate::sampling::{Distribution, SamplingTask, TokenLogprobs, is_set, uniform};
+use crate::sampling::{Distribution, SamplingTask, Support, TokenLogprobs, TokenReturns, is_set, uniform};
 
 /// The answer to one task of a row.
 pub(super) fn answer(logits: &[f32], task: &SamplingTask<'_>) -> TokenLogprobs {
@@ -11,7 +11,7 @@ pub(super) fn answer(logits: &[f32], task: &SamplingTask<'_>) -> TokenLogprobs {
     let all = log_softmax(&exact);
     let raw = |token: u32| if is_broken { f32::NAN } else { all[token as usize] as f32 };
     let edited = edited(logits, task);
-    let probabilities = processed(&edited, task, is_broken);
+    let Processed { probabilities, kept } = processed(&edited, task, is_broken);
     let draw = || draw(&probabilities, uniform(task.seed, task.output_index));
     let token = task.target.unwrap_or_else(draw);
     let processed = |token: u32| if is_broken { f32::NAN } else { probabilities[token as usize].ln() as f32 };
@@ -21,7 +21,49 @@ pub(super) fn answer(logits: &[f32], task: &SamplingTask<'_>) -> TokenLogprobs {
         Distribution::Raw => ranking(&exact, token, task, |_| true, raw),
         Distribution::Processed => ranking(&edited, token, task, possible, processed),
     };
-    TokenLogprobs { token, raw: raw(token), processed: processed(token), top, rank }
+    let returned = returned(&exact, &probabilities, &kept, task, is_broken);
+    TokenLogprobs { token, raw: raw(token), processed: processed(token), top, rank, returned }
+}
+
+/// What the task asks for beside log-probabilities. `kept` are the tokens that have the `probabilities`.
+fn returned(
+    logits: &[f64],
+    probabilities: &[f64],
+    kept: &[bool],
+    task: &SamplingTask<'_>,
+    is_broken: bool,
+) -> Option<Box<TokenReturns>> {
+    let number = |value: f64| if is_broken { f32::NAN } else { value as f32 };
+    let mut returned = TokenReturns::default();
+    if task.returns.entropy {
+        let exp = |log: &f64| log.exp();
+        returned.raw_entropy = number(entropy(&log_softmax(logits).iter().map(exp).collect::<Vec<_>>()));
+        returned.entropy = number(entropy(probabilities));
+    }
+    if let Some(limit) = task.returns.support {
+        let ids: Vec<u32> = (0..).zip(kept).filter(|(_, kept)| **kept).map(|(id, _)| id).collect();
+        let scaled: Vec<f64> = logits.iter().map(|x| x / f64::from(task.temperature)).collect();
+        let log_mass = match ids.len() {
+            1 if task.temperature == 0.0 => 0.0,
+            _ => ids.iter().map(|id| log_softmax(&scaled)[*id as usize].exp()).sum::<f64>().ln(),
+        };
+        let size = ids.len() as u32;
+        let ids = if size <= limit { ids } else { Vec::new() };
+        returned.support = Support { size, log_mass: number(log_mass), ids };
+    }
+    (task.returns.entropy || task.returns.support.is_some()).then(|| Box::new(returned))
+}
+
+/// In nats.
+fn entropy(probabilities: &[f64]) -> f64 {
+    -probabilities.iter().filter(|p| **p > 0.0).map(|p| p * p.ln()).sum::<f64>()
+}
+
+/// The distribution that a task samples from.
+struct Processed {
+    probabilities: Vec<f64>,
+    /// The tokens that no edit and no filter excludes. The probability of one may be too small for float64.
+    kept: Vec<bool>,
 }
 
 /// The most likely tokens of those that are `possible`, and the rank of `token`.
@@ -39,8 +81,8 @@ fn ranking(
     (most_likely.chain(task.logprobs_of).map(|other| (*other, logprob(*other))).collect(), rank)
 }
 
-/// The probabilities that a task samples from; of a broken row, those of the token that is taken.
-fn processed(edited: &[f64], task: &SamplingTask<'_>, is_broken: bool) -> Vec<f64> {
+/// The distribution that a task samples from; of a broken row, that of the token that is taken.
+fn processed(edited: &[f64], task: &SamplingTask<'_>, is_broken: bool) -> Processed {
     let highest = edited.iter().copied().fold(f64::NEG_INFINITY, f64::max);
     let is_greedy = is_broken || task.temperature == 0.0 || !(highest as f32).is_finite();
     if is_greedy {
@@ -49,7 +91,8 @@ fn processed(edited: &[f64], task: &SamplingTask<'_>, is_broken: bool) -> Vec<f6
         let greedy = greedy.map_or_else(|| task.lowest(), |token| token as u32);
         let mut probabilities = vec![0.0; edited.len()];
         probabilities[greedy as usize] = 1.0;
-        return probabilities;
+        let kept = probabilities.iter().map(|p| *p > 0.0).collect();
+        return Processed { probabilities, kept };
     }
     filtered(edited, task)
 }
@@ -57,7 +100,7 @@ fn processed(edited: &[f64], task: &SamplingTask<'_>, is_broken: bool) -> Vec<f6
 /// The probabilities that a task samples from, where the row is not broken and the temperature is above 0.
 #[cfg(test)]
 pub(crate) fn distribution(logits: &[f32], task: &SamplingTask<'_>) -> Vec<f64> {
-    filtered(&edited(logits, task), task)
+    filtered(&edited(logits, task), task).probabilities
 }
 
 /// The logits after masks, bias and penalties, infinite where they are beyond float32.
@@ -85,30 +128,31 @@ fn edited(logits: &[f32], task: &SamplingTask<'_>) -> Vec<f64> {
 }
 
 /// Temperature, then min-p, top-k and top-p, each on the renormalised result of the one before.
-fn filtered(edited: &[f64], task: &SamplingTask<'_>) -> Vec<f64> {
+fn filtered(edited: &[f64], task: &SamplingTask<'_>) -> Processed {
     let highest = edited.iter().copied().fold(f64::NEG_INFINITY, f64::max);
     let scaled: Vec<f64> = edited.iter().map(|x| (x - highest) / f64::from(task.temperature)).collect();
     let mut probabilities: Vec<f64> = log_softmax(&scaled).into_iter().map(f64::exp).collect();
     let best = probabilities.iter().copied().fold(0.0, f64::max);
-    keep(&mut probabilities, |_, p| p >= f64::from(task.min_p) * best);
+    let mut kept: Vec<bool> = edited.iter().map(|x| *x > f64::NEG_INFINITY).collect();
+    keep(&mut probabilities, &mut kept, |_, p| p >= f64::from(task.min_p) * best);
     if task.top_k == 0 && task.top_p == 1.0 {
-        return probabilities;
+        return Processed { probabilities, kept };
     }
     let mut ranks = vec![0; edited.len()];
     let order = by_rank(edited);
     order.iter().enumerate().for_each(|(rank, token)| ranks[*token as usize] = rank);
     if task.top_k > 0 {
-        keep(&mut probabilities, |token, _| ranks[token] < task.top_k as usize);
+        keep(&mut probabilities, &mut kept, |token, _| ranks[token] < task.top_k as usize);
     }
     if task.top_p < 1.0 {
-        let (mut kept, mut mass) = (0, 0.0);
-        while kept < order.len() && (kept == 0 || mass < f64::from(task.top_p)) {
-            mass += probabilities[order[kept] as usize];
-            kept += 1;
+        let (mut most, mut mass) = (0, 0.0);
+        while most < order.len() && (most == 0 || mass < f64::from(task.top_p)) {
+            mass += probabilities[order[most] as usize];
+            most += 1;
         }
-        keep(&mut probabilities, |token, _| ranks[token] < kept);
+        keep(&mut probabilities, &mut kept, |token, _| ranks[token] < most);
     }
-    probabilities
+    Processed { probabilities, kept }
 }
 
 /// Tokens by descending logit, ties by ascending id; those of NaN come last.
@@ -131,10 +175,11 @@ fn log_softmax(logits: &[f64]) -> Vec<f64> {
     logits.iter().map(|x| x - highest - total).collect()
 }
 
-/// Sets the probabilities that `is_kept` refuses to 0, and makes the sum of the others 1.
-fn keep(probabilities: &mut [f64], is_kept: impl Fn(usize, f64) -> bool) {
-    for (token, p) in probabilities.iter_mut().enumerate() {
-        *p = if is_kept(token, *p) { *p } else { 0.0 };
+/// Takes away the tokens for which `is_kept` is false, and makes the sum of the others' probabilities 1.
+fn keep(probabilities: &mut [f64], kept: &mut [bool], is_kept: impl Fn(usize, f64) -> bool) {
+    for (token, (p, kept)) in probabilities.iter_mut().zip(kept).enumerate() {
+        *kept &= is_kept(token, *p);
+        *p = if *kept { *p } else { 0.0 };
     }
     let total: f64 = probabilities.iter().sum();
     probabilities.iter_mut().for_each(|p| *p /= total);

@@ -100,6 +100,13 @@ pub fn of_device(rank: &Rank, seed: u64, found: &TokenLogprobs, expected: &Token
     assert!(found.token == expected.token && is_same && top_is_near, "{context}");
     assert_eq!(tops(&found.top), tops(&expected.top), "{context}");
     assert_eq!(found.rank, expected.rank, "{context}");
+    assert_eq!(found.returned.is_some(), expected.returned.is_some(), "{context}");
+    if let (Some(found), Some(expected)) = (&found.returned, &expected.returned) {
+        let entropies = near(found.raw_entropy, expected.raw_entropy) && near(found.entropy, expected.entropy);
+        let (found, expected) = (&found.support, &expected.support);
+        assert!(entropies && near(found.log_mass, expected.log_mass), "{context}");
+        assert_eq!((found.size, &found.ids), (expected.size, &expected.ids), "{context}");
+    }
 }
 
 /// Queries, keys and values of two sequences whose blocks are dealt out at random; those of the second are written to

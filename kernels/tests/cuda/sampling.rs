@@ -1,7 +1,11 @@
 //! Tokens and log-probabilities: those of the CPU for the same logits, to the last bit.
 
+use std::fmt::Debug;
+
 use candle_core::Tensor;
-use rollout_kernels::{AttentionSequence, Distribution, Padding, RowTasks, SamplingTask, StepInput, TokenLogprobs};
+use rollout_kernels::{
+    AttentionSequence, Distribution, Padding, RowTasks, SamplingTask, StepInput, Support, TaskReturns, TokenLogprobs,
+};
 
 use crate::common::{self, Random, Rank, cuda};
 
@@ -24,6 +28,7 @@ const PLAIN: SamplingTask<'static> = SamplingTask {
     top_logprobs: 0,
     logprobs_of: &[],
     top_of: Distribution::Raw,
+    returns: TaskReturns { entropy: false, support: None },
 };
 
 fn cpu() -> Rank {
@@ -85,10 +90,14 @@ fn answers(rank: &Rank, logits: &Tensor, wanted: &[RowTasks], tasks: &[SamplingT
 }
 
 /// An answer, to be compared with another; all NaNs are equal.
-fn bits(answer: &TokenLogprobs) -> (u32, u32, u32, Vec<(u32, u32)>, u32) {
+fn bits(answer: &TokenLogprobs) -> impl PartialEq + Debug {
     let of = |x: f32| if x.is_nan() { f32::NAN.to_bits() } else { x.to_bits() };
-    let top = answer.top.iter().map(|(token, x)| (*token, of(*x))).collect();
-    (answer.token, of(answer.raw), of(answer.processed), top, answer.rank)
+    let top: Vec<_> = answer.top.iter().map(|(token, x)| (*token, of(*x))).collect();
+    let returned = answer.returned.as_ref().map(|returned| {
+        let Support { size, log_mass, ids } = returned.support.clone();
+        (of(returned.raw_entropy), of(returned.entropy), size, of(log_mass), ids)
+    });
+    (answer.token, of(answer.raw), of(answer.processed), top, answer.rank, returned)
 }
 
 #[track_caller]
@@ -109,6 +118,7 @@ fn check(seed: u64, rows: usize, vocab: usize) {
             0 => task.logit_bias = &[(1, 1.5)],
             1 => task.top_logprobs = 4,
             2 => task.logprobs_of = &[1, 0],
+            3 => task.returns = TaskReturns { entropy: random.below(2) == 0, support: Some(8) },
             _ => {}
         }
     }

@@ -13,7 +13,8 @@ use half::f16;
 use rollout_kernels::{
     AttentionKernel, AttentionSequence, AttentionShape, Backend, DeviceOptions, Distribution, Dtype, KvCache, KvLayout,
     LoraDelta, LowRank, Magnitude, Matrix, MatrixShape, Merge, MergeBase, Padding, Replacement, RotaryTables, RowTasks,
-    SamplingTask, StepInput, StorageDtype, TensorData, TensorView, TokenLogprobs, WeightChange, reduction_leaves,
+    SamplingTask, StepInput, StorageDtype, TaskReturns, TensorData, TensorView, TokenLogprobs, WeightChange,
+    reduction_leaves,
 };
 
 const DTYPES: [StorageDtype; 2] = [StorageDtype::Bf16, StorageDtype::F32];
@@ -415,6 +416,10 @@ fn log_probabilities_are_those_of_the_reference() {
                     top_logprobs: random.below(6) as u32,
                     logprobs_of: if is(&mut random) { &[5, 0] } else { &[] },
                     top_of: [Distribution::Raw, Distribution::Processed][random.below(2)],
+                    returns: TaskReturns {
+                        entropy: is(&mut random),
+                        support: if is(&mut random) { Some([0, 10, 5000][random.below(3)]) } else { None },
+                    },
                 });
             }
             wanted.push(RowTasks { row: row as u32, tasks: first..tasks.len() });

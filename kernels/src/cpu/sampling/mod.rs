@@ -3,6 +3,7 @@
 
 mod edit;
 mod filter;
+mod returns;
 #[cfg(test)]
 mod tests;
 
@@ -13,7 +14,8 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use super::isa::Isa;
 use super::logits::{self, LogitBound, Row, VOCAB_BLOCK};
 use super::pool::ThreadPool;
-use crate::sampling::{Distribution, SampledTokens, SamplingTask, TokenLogprobs, uniform};
+use crate::sampling::{Distribution, SampledTokens, SamplingTask, TokenLogprobs, TokenReturns, uniform};
+use returns::{Processed, SupportScratch};
 
 /// A row of logits and what is asked of it.
 pub(crate) type LogitsTasks<'a> = (&'a [f32], &'a [SamplingTask<'a>]);
@@ -100,6 +102,7 @@ struct TaskScratch {
     sums: Vec<f32>,
     counts: Vec<u32>,
     selection: filter::Selection,
+    support: SupportScratch,
 }
 
 impl SamplerScratch {
@@ -128,9 +131,9 @@ fn answer_row(logits: &[f32], tasks: &[SamplingTask<'_>], scratch: &mut SamplerS
 }
 
 fn answer_task(raw: &Raw, task: &SamplingTask<'_>, work: &mut TaskScratch) -> TokenLogprobs {
-    let ChosenToken { token, processed, ranking } = choose(raw, task, work);
+    let ChosenToken { token, processed, ranking, returned } = choose(raw, task, work);
     let Ranking { top, rank } = ranking.unwrap_or_else(|| raw.ranking(token, task, &mut work.selection));
-    TokenLogprobs { token, raw: raw.logprob(token), processed, top, rank }
+    TokenLogprobs { token, raw: raw.logprob(token), processed, top, rank, returned }
 }
 
 impl Raw<'_> {
@@ -158,6 +161,7 @@ struct ChosenToken {
     processed: f32,
     /// Of the processed distribution, if the task asks for that.
     ranking: Option<Ranking>,
+    returned: Option<Box<TokenReturns>>,
 }
 
 /// See [`TokenLogprobs`].
@@ -180,7 +184,7 @@ pub(crate) fn logprob(x: f32, max: f32, temperature: f32, total: f64) -> f32 {
 /// The task's token, its processed log-probability, and its ranking in the processed distribution.
 fn choose(raw: &Raw, task: &SamplingTask<'_>, work: &mut TaskScratch) -> ChosenToken {
     let isa = raw.isa;
-    let TaskScratch { edited, maxima, sums, counts, selection } = work;
+    let TaskScratch { edited, maxima, sums, counts, selection, support } = work;
     let scale = task.scale();
     let is_edited = edit::apply(raw.row.logits, task, edited, counts);
     let (row, total) = if is_edited {
@@ -191,7 +195,7 @@ fn choose(raw: &Raw, task: &SamplingTask<'_>, work: &mut TaskScratch) -> ChosenT
     };
     let broken = raw.total.is_nan();
     if broken || !row.max.is_finite() || task.temperature == 0.0 {
-        return greedy(argmax(row, task), task, broken);
+        return greedy(raw, argmax(row, task), task, broken);
     }
     let filtered = task.filters(row.logits.len());
     let bound = if filtered { filter::bound(isa, &row, task, scale, total, sums, selection) } else { LogitBound::NONE };
@@ -228,18 +232,20 @@ fn choose(raw: &Raw, task: &SamplingTask<'_>, work: &mut TaskScratch) -> ChosenT
         };
         Ranking { top, rank: 1 + above }
     });
-    ChosenToken { token, processed: logprob(token), ranking }
+    let returned = Processed { row, is_edited, scale, bound, total }.returns(raw, task, support);
+    ChosenToken { token, processed: logprob(token), ranking, returned }
 }
 
 /// The answer where `choice` is the one token of the processed distribution. In a `broken` row no log-probability is a
 /// number.
-fn greedy(choice: u32, task: &SamplingTask<'_>, broken: bool) -> ChosenToken {
+fn greedy(raw: &Raw<'_>, choice: u32, task: &SamplingTask<'_>, broken: bool) -> ChosenToken {
     let token = task.target.unwrap_or(choice);
     let processed = certain_logprob(token == choice, broken);
     let most_likely = Some(choice).filter(|_| task.top_logprobs > 0);
     let top = || listed(most_likely.into_iter(), task, |token| certain_logprob(token == choice, broken));
     let ranking = || Ranking { top: top(), rank: 1 + u32::from(token != choice) };
-    ChosenToken { token, processed, ranking: asks_for_processed(task).then(ranking) }
+    let returned = returns::of_certain(raw, task, choice, broken);
+    ChosenToken { token, processed, ranking: asks_for_processed(task).then(ranking), returned }
 }
 
 /// The most likely tokens and those that the task names, with their log-probabilities.

@@ -15,7 +15,7 @@ use super::super::staging::Staging;
 use super::super::tensor::TensorRows;
 use crate::cpu::logits::VOCAB_BLOCK;
 use crate::cpu::{certain_logprob, logprob};
-use crate::sampling::{SamplingTask, TokenLogprobs, uniform};
+use crate::sampling::{SamplingTask, TaskReturns, TokenLogprobs, uniform};
 
 /// Blocks of the vocabulary of which a kernel has two values each in its 48 KiB of shared memory.
 const MAX_BLOCKS: usize = 5632;
@@ -54,7 +54,8 @@ pub(in crate::cuda) struct TaskBatch {
 impl TaskBatch {
     /// Whether the device answers a task on a row of `vocab` logits.
     pub fn take(task: &SamplingTask<'_>, vocab: usize) -> bool {
-        !task.edits() && !task.lists_tokens() && vocab.div_ceil(VOCAB_BLOCK) <= MAX_BLOCKS
+        let is_plain = !task.edits() && !task.lists_tokens() && task.returns == TaskReturns::default();
+        is_plain && vocab.div_ceil(VOCAB_BLOCK) <= MAX_BLOCKS
     }
 
     /// One question to each of `rows` rows; those behind the tasks' get the last one's. `None` if the device does not
@@ -252,6 +253,7 @@ impl<'a> Answers<'a> {
         } else {
             f32::NEG_INFINITY
         };
-        TokenLogprobs { token, raw: logprob(logit, max, 1.0, raw_total), processed, top: Vec::new(), rank: 0 }
+        let raw = logprob(logit, max, 1.0, raw_total);
+        TokenLogprobs { token, raw, processed, top: Vec::new(), rank: 0, returned: None }
     }
 }
