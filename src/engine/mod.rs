@@ -62,7 +62,7 @@ pub use client::{Activity, BusyGuard, CancelFlag};
 pub use command::*;
 pub use request::{
     Completion, Event, GenerateCommand, PromptSampling, RequestClient, RequestKind, RequestList, RequestProgress,
-    RequestStatus, Responder, SampleTimes, Summary, ValidRequest,
+    RequestStatus, Responder, SampleTimes, Summary, TopArrays, ValidRequest,
 };
 
 pub use self::core::Setup;

@@ -30,6 +30,8 @@ pub struct ValidRequest {
     /// Sampling of the prompts, by index, to which `params` and `grammar` do not apply. Empty for
     /// [`RequestKind::Score`].
     pub prompt_sampling: BTreeMap<u32, PromptSampling>,
+    /// The encoding of the most likely tokens, if the reply has them in arrays.
+    pub top_arrays: Option<TopArrays>,
     /// How the experts that tokens took are returned, if they are. The server must keep them.
     pub return_routing: Option<RoutingFormat>,
     /// Name of the resident adapter to use.
@@ -58,6 +60,13 @@ impl ValidRequest {
             RequestKind::Score => self.prompts.len(),
         }
     }
+}
+
+/// The most likely tokens of all positions in two arrays.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct TopArrays {
+    /// Whether log-probabilities are rounded to bfloat16; they are float32 otherwise.
+    pub as_bfloat16: bool,
 }
 
 /// Sampling of one prompt, in place of that of its request.

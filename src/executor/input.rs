@@ -2,7 +2,7 @@
 
 use rollout_kernels::{AttentionSequence, NOT_FORCED, RowTasks, SamplingTask, StepInput};
 
-use crate::types::{Distribution, LogitsTask, PlanSequence, RoutingFormat, StepPlan, TokenId, TokenMask};
+use crate::types::{LogitsTask, PlanSequence, RoutingFormat, StepPlan, TokenId, TokenMask};
 
 /// The rows of one step. It is kept between steps, so that its lists keep their memory.
 #[derive(Default)]
@@ -139,11 +139,11 @@ fn sampling_tasks<'a>(sequence: &'a PlanSequence, forbidden: &'a [TokenId]) -> i
 /// that no sample may have.
 fn sampling_task<'a>(task: &'a LogitsTask, named: &'a [TokenId], forbidden: &'a [TokenId]) -> SamplingTask<'a> {
     let params = &*task.params;
-    let (top_logprobs, logprobs_of, top_of) = match (task.target, &params.logprob_token_ids[..]) {
-        (Some(_), _) => (params.top_logprobs, named, Distribution::Raw),
-        (None, []) => (params.top_logprobs, &[][..], params.top_logprobs_of),
+    let (top_logprobs, logprobs_of) = match (task.target, &params.logprob_token_ids[..]) {
+        (Some(_), _) => (params.top_logprobs, named),
+        (None, []) => (params.top_logprobs, &[][..]),
         // They take the place of the most likely ones.
-        (None, named) => (0, named, params.top_logprobs_of),
+        (None, named) => (0, named),
     };
     // Tokens that end a sample are banned until it has `min_tokens` tokens.
     let may_stop = task.output_index >= params.min_tokens;
@@ -169,7 +169,8 @@ fn sampling_task<'a>(task: &'a LogitsTask, named: &'a [TokenId], forbidden: &'a 
         target: task.target.or(task.forced),
         top_logprobs,
         logprobs_of,
-        top_of,
+        top_of: task.top_of,
+        returns: params.returns,
     }
 }
 

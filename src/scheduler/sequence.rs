@@ -7,8 +7,8 @@ use super::{Group, GroupKind};
 use crate::cache::{BlockTable, CacheSalt, HashChain, KvCacheManager};
 use crate::grammar::GrammarState;
 use crate::types::{
-    FinishReason, History, LogitsRow, LogitsTask, PlanSequence, Prompt, SampleKey, SamplingParams, TokenId,
-    TokenLogprobs, TokenMask,
+    Distribution, FinishReason, History, LogitsRow, LogitsTask, PlanSequence, Prompt, SampleKey, SamplingParams,
+    TokenId, TokenLogprobs, TokenMask,
 };
 
 /// Name of a sequence inside the scheduler. Ascending ids are the order of age, the oldest sequence first.
@@ -241,6 +241,7 @@ impl Sequence {
             history: with_history.then(history),
             mask: self.grammar.as_ref().filter(|_| target.is_none()).and_then(|grammar| grammar.mask().cloned()),
             bad: if target.is_none() { self.params.bad_after(&self.outputs, &[]) } else { Vec::new() },
+            top_of: if target.is_none() || self.score_only { self.params.top_logprobs_of } else { Distribution::Raw },
         }
     }
 

@@ -17,7 +17,7 @@ pub use plan::{
     StepPlan,
 };
 pub use prompt::{Prompt, PromptImage};
-pub use rollout_kernels::{Distribution, TokenLogprobs};
+pub use rollout_kernels::{Distribution, TaskReturns, TokenLogprobs};
 pub use routing::{ForcedRouting, RoutingFormat};
 pub use sampling::{FinishReason, SamplingParams, ThinkingBudget, sample_seed};
 pub use stats::{ENGINE_STATS, EngineStats};

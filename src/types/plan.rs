@@ -6,7 +6,7 @@ use std::sync::Arc;
 /// Copy of the first `tokens` slots of a block (all layers, K and V), for a fork that writes into a shared block.
 pub use rollout_kernels::BlockCopy;
 
-use super::{Picture, Prompt, RequestKey, SampleKey, SamplingParams, TokenId, TokenLogprobs, TokenMask};
+use super::{Distribution, Picture, Prompt, RequestKey, SampleKey, SamplingParams, TokenId, TokenLogprobs, TokenMask};
 
 /// Index of a physical block of the paged KV cache.
 pub type BlockId = u32;
@@ -96,6 +96,8 @@ pub struct LogitsTask {
     pub mask: Option<TokenMask>,
     /// The tokens that would complete a bad word.
     pub bad: Vec<TokenId>,
+    /// The distribution of the tokens that are listed beside it, and of its rank.
+    pub top_of: Distribution,
 }
 
 /// All tokens of a sequence before the sampled one.

@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use super::{Distribution, TokenId};
+use super::{Distribution, TaskReturns, TokenId};
 
 /// How tokens are chosen and when a sample ends. The server checks every range before it makes one from a request, so
 /// code that receives one may rely on the bounds given here.
@@ -49,8 +49,10 @@ pub struct SamplingParams {
     pub top_logprobs: u32,
     /// Tokens that are reported beside each sampled one instead of the most likely ones; empty for those.
     pub logprob_token_ids: Arc<[TokenId]>,
-    /// The distribution of `top_logprobs` beside sampled tokens; beside scored ones it is always the raw one.
+    /// The distribution of `top_logprobs`; of the tokens of a prompt that is sampled from, it is always the raw one.
     pub top_logprobs_of: Distribution,
+    /// What is reported beside log-probabilities.
+    pub returns: TaskReturns,
 }
 
 impl Default for SamplingParams {
@@ -76,6 +78,7 @@ impl Default for SamplingParams {
             top_logprobs: 0,
             logprob_token_ids: Arc::default(),
             top_logprobs_of: Distribution::Raw,
+            returns: TaskReturns::default(),
         }
     }
 }

@@ -92,6 +92,7 @@ impl Engine {
             params: Arc::new(request.params),
             grammar: request.grammar,
             prompt_sampling: request.own,
+            top_arrays: None,
             return_routing: format.filter(|_| request.return_routing),
             adapter: request.adapter,
             if_weight_version: request.if_weight_version,

@@ -6,7 +6,7 @@ use std::collections::BTreeSet;
 use std::ffi::CString;
 
 use rollout_server::engine::{AdapterTarget, DrainMode, SleepLevel};
-use rollout_server::types::SamplingParams;
+use rollout_server::types::{SamplingParams, TaskReturns};
 
 use crate::common::{Engine, Push, Request, random_prompts};
 use crate::emulator::{self, emulated};
@@ -24,13 +24,14 @@ const SETTINGS: [&[(&str, &str)]; 5] = [
     &[("CUEMU_SEED", "3"), ("CUEMU_JITTER_US", "3000")],
 ];
 
-/// Samplers that the device answers itself, and one whose logits go to the host.
+/// Samplers that the device answers itself, and those whose logits go to the host.
 fn all_params() -> Vec<SamplingParams> {
     let plain = SamplingParams { max_tokens: 4, temperature: 0.8, ..Default::default() };
     vec![
         SamplingParams { temperature: 0.0, ..plain.clone() },
         SamplingParams { top_k: 20, top_p: 0.9, min_p: 0.02, ..plain.clone() },
-        SamplingParams { repetition_penalty: 1.1, presence_penalty: 0.1, top_logprobs: 2, ..plain },
+        SamplingParams { repetition_penalty: 1.1, presence_penalty: 0.1, top_logprobs: 2, ..plain.clone() },
+        SamplingParams { top_p: 0.9, returns: TaskReturns { entropy: true, support: Some(50) }, ..plain },
     ]
 }
 
@@ -47,7 +48,7 @@ fn work(flags: &[&str]) -> String {
             let request = Request { adapter, ..Request::generate(prompts.clone(), 2, 7, 0) };
             let reply = engine.generate(request.params(params));
             assert!(reply.error.is_none(), "{:?}", reply.error);
-            seen.push(format!("{:?}", reply.bits()));
+            seen.push(format!("{:?}", reply.completions.iter().map(|c| &c.tokens).collect::<Vec<_>>()));
         }
         let scored = engine.generate(Request::score(prompts.clone()));
         seen.push(format!(

@@ -154,6 +154,7 @@ impl World {
             params: asked.params.clone(),
             grammar: None,
             prompt_sampling: BTreeMap::new(),
+            top_arrays: None,
             return_routing: None,
             adapter: asked.adapter.map(|name| name.to_string()),
             if_weight_version: asked.if_version,

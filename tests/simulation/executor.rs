@@ -175,7 +175,14 @@ impl Device {
                 let drawn = || draw(logits, task.seed, task.output_index, &task.params, self.vocabulary);
                 let token = task.target.unwrap_or_else(drawn);
                 let (raw, processed) = (logprob(logits, token), generation as f32);
-                answers.push(TokenLogprobs { token, raw, processed, top: Vec::new(), rank: self.number() });
+                answers.push(TokenLogprobs {
+                    token,
+                    raw,
+                    processed,
+                    top: Vec::new(),
+                    rank: self.number(),
+                    returned: None,
+                });
             }
         }
     }

@@ -128,6 +128,7 @@ impl Executor for Fake {
             processed: 0.0,
             top: Vec::new(),
             rank: 0,
+            returned: None,
         };
         Ok(StepOutput {
             tokens: plan.tasks().map(|task| answer(task.target.or(task.forced))).collect(),

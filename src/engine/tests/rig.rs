@@ -102,6 +102,7 @@ pub fn ask(id: &str, prompt: usize, max_tokens: u32) -> (GenerateCommand, Asked)
         params: Arc::new(SamplingParams { max_tokens, ..SamplingParams::default() }),
         grammar: None,
         prompt_sampling: BTreeMap::new(),
+        top_arrays: None,
         return_routing: None,
         adapter: None,
         if_weight_version: None,

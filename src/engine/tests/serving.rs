@@ -43,6 +43,7 @@ impl Executor for Counting {
                     processed: -0.5,
                     top: Vec::new(),
                     rank: 0,
+                    returned: None,
                 }));
             }
         }
@@ -150,6 +151,7 @@ impl Fixture {
             params: Arc::new(params),
             grammar: None,
             prompt_sampling: BTreeMap::new(),
+            top_arrays: None,
             return_routing: None,
             adapter: None,
             if_weight_version: versions.0,

@@ -30,7 +30,7 @@ fn tell(text: &str, stop: &str, finish: Option<FinishReason>, (stream_tokens, re
     let sample = SampleKey { group: GroupKey { request: key, prompt_index: 0 }, sample_index: 0 };
     let tokens = tokenizer.encode(text, false).unwrap();
     for (i, &token) in tokens.iter().enumerate() {
-        let logprobs = TokenLogprobs { token, raw: -1.0, processed: -1.0, top: Vec::new(), rank: 0 };
+        let logprobs = TokenLogprobs { token, raw: -1.0, processed: -1.0, top: Vec::new(), rank: 0, returned: None };
         if request.token(sample, logprobs, finish.filter(|_| i + 1 == tokens.len()), (0, &[]), (0, Instant::now())) {
             break;
         }

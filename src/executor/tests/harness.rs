@@ -14,7 +14,8 @@ use crate::executor::{Executor, ModelRunner, RankWeights, Ranks};
 use crate::model::config::ModelConfig;
 use crate::model::{Build, Model, ModelLimits, ParamSlot, Parameterized, TowerShape, WorkspaceShape, kv_caches};
 use crate::types::{
-    GroupKey, LogitsRow, LogitsTask, PlanSequence, Prompt, RequestKey, SampleKey, SamplingParams, StepPlan,
+    Distribution, GroupKey, LogitsRow, LogitsTask, PlanSequence, Prompt, RequestKey, SampleKey, SamplingParams,
+    StepPlan,
 };
 use crate::weights::{
     Adapter, Checkpoint, DeclaredPush, Delta, Dtype, ModelSource, ParamSpec, Parameters, Partition, ReceiveMode,
@@ -367,6 +368,7 @@ pub fn sequence(number: usize, tokens: &[u32], adapter: Option<u64>) -> PlanSequ
         history: None,
         mask: None,
         bad: Vec::new(),
+        top_of: Distribution::Raw,
     };
     PlanSequence {
         start: 0,

@@ -208,6 +208,7 @@ fn answer(state: u64, repeated: Option<TokenId>, task: &LogitsTask) -> TokenLogp
             processed: raw(token) / task.params.temperature,
             top: vec![],
             rank: 0,
+            returned: None,
         };
     }
     let mut draw = mix(mix(state, task.seed), u64::from(task.output_index));
@@ -225,7 +226,7 @@ fn answer(state: u64, repeated: Option<TokenId>, task: &LogitsTask) -> TokenLogp
     let masked = task.output_index < task.params.min_tokens;
     let allowed: Vec<TokenId> = (0..VOCAB as TokenId).filter(|token| !(masked && stops(token))).collect();
     let token = task.forced.unwrap_or(allowed[(choice % allowed.len() as u64) as usize]);
-    TokenLogprobs { token, raw: raw(token), processed: (draw >> 40) as f32, top: vec![], rank: 0 }
+    TokenLogprobs { token, raw: raw(token), processed: (draw >> 40) as f32, top: vec![], rank: 0, returned: None }
 }
 
 /// The outcomes of one sample so far.

@@ -17,6 +17,7 @@ pub(super) mod data_url;
 mod images;
 mod lifecycle;
 mod prompt;
+mod returns;
 mod routing;
 mod sampling;
 mod structured;
@@ -122,13 +123,13 @@ pub(super) fn generate_sparing(
     charge: &mut Charge,
 ) -> Result<ValidRequest> {
     check_versions(request.if_weight_version, request.min_weight_version)?;
-    check_top_logprobs(request.top_logprobs, model)?;
+    let returns = returns::for_generate(&request, model)?;
     let return_routing = routing::returned(request.return_routing, model)?;
     let n = check_n(request.n, request.prompts.len())?;
     if request.return_text {
         encoder("return_text", model, "ask for token ids only")?;
     }
-    let (sampling, prompt_sampling) = sampling::for_generate(&mut request, spared.is_some(), model)?;
+    let (sampling, prompt_sampling) = sampling::for_generate(&mut request, &returns, spared.is_some(), model)?;
     let request_id = request_id(request.request_id)?;
     let prompts = prompt::prompts(request.prompts, model, charge)?;
     let spare = |grammar| match spared.zip(prompts.first()) {
@@ -148,6 +149,7 @@ pub(super) fn generate_sparing(
         grammar: sampling.grammar.map(spare),
         prompts,
         prompt_sampling,
+        top_arrays: returns.top_arrays,
         return_routing,
         adapter: named(request.adapter)?,
         if_weight_version: request.if_weight_version,
@@ -159,7 +161,7 @@ pub(super) fn generate_sparing(
 /// Checks a `ScoreRequest`. `charge` is the charge of the request's message.
 pub(super) fn score(request: pb::ScoreRequest, model: &ModelFacts, charge: &mut Charge) -> Result<ValidRequest> {
     check_versions(request.if_weight_version, request.min_weight_version)?;
-    check_top_logprobs(request.top_logprobs, model)?;
+    let returns = returns::for_score(&request, model)?;
     let return_routing = routing::returned(request.return_routing, model)?;
     let params = sampling::for_score(&request.sampling.unwrap_or_default(), model)?;
     Ok(ValidRequest {
@@ -171,9 +173,10 @@ pub(super) fn score(request: pb::ScoreRequest, model: &ModelFacts, charge: &mut 
             charge,
         )?,
         kind: RequestKind::Score,
-        params: Arc::new(SamplingParams { top_logprobs: request.top_logprobs, ..params }),
+        params: Arc::new(returns.applied(params)),
         grammar: None,
         prompt_sampling: BTreeMap::new(),
+        top_arrays: returns.top_arrays,
         return_routing,
         adapter: named(request.adapter)?,
         if_weight_version: request.if_weight_version,

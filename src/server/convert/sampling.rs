@@ -3,11 +3,12 @@
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
+use super::returns::Returns;
 use super::structured::Grammars;
 use super::{ModelFacts, check_ids, check_length, check_logprob_token_ids, check_most, encoder, pb};
 use crate::engine::PromptSampling;
 use crate::error::{Error, Result};
-use crate::types::{Distribution, SamplingParams, ThinkingBudget, TokenId};
+use crate::types::{SamplingParams, ThinkingBudget, TokenId};
 
 /// Smallest temperature that is not greedy, and smallest repetition penalty. A float32 logit divided by less is
 /// close to overflowing, and its distribution is the greedy one anyway.
@@ -41,20 +42,16 @@ const PENALTIES: Numbers = (|v| v.abs() <= 2.0, "a number in [-2, 2]");
 /// `ResourceExhausted` if too many grammars are being compiled.
 pub(super) fn for_generate(
     request: &mut pb::GenerateRequest,
+    returns: &Returns,
     spares_reasoning: bool,
     model: &ModelFacts,
 ) -> Result<(PromptSampling, BTreeMap<u32, PromptSampling>)> {
-    let (top_logprobs, top_logprobs_of) = (request.top_logprobs, ranked(request.top_logprobs_of)?);
     let named: Arc<[TokenId]> = std::mem::take(&mut request.logprob_token_ids).into();
     check_logprob_token_ids("logprob_token_ids", &named, model)?;
     let sampling = |given: pb::SamplingParams, grammars: &mut Grammars| {
         let logprob_token_ids = named.clone();
-        let params = SamplingParams {
-            top_logprobs,
-            logprob_token_ids,
-            top_logprobs_of,
-            ..params(&given, spares_reasoning, model)?
-        };
+        let params = params(&given, spares_reasoning, model)?;
+        let params = SamplingParams { logprob_token_ids, ..returns.applied(params) };
         let grammar = given.structured_outputs.map(|outputs| grammars.grammar(outputs, &params, model)).transpose()?;
         Ok(PromptSampling { params: Arc::new(params), grammar, seed: given.seed })
     };
@@ -67,17 +64,6 @@ pub(super) fn for_generate(
         }
     }
     Ok((shared, own))
-}
-
-/// The distribution that `top_logprobs` ranks.
-fn ranked(given: i32) -> Result<Distribution> {
-    match pb::Distribution::try_from(given) {
-        Ok(pb::Distribution::Unspecified | pb::Distribution::Raw) => Ok(Distribution::Raw),
-        Ok(pb::Distribution::Processed) => Ok(Distribution::Processed),
-        Err(_) => {
-            Err(Error::invalid("top_logprobs_of", format!("{given} is not a Distribution; use RAW or PROCESSED")))
-        }
-    }
 }
 
 /// Checks the `SamplingParams` of a request, or of a prompt, that generates.

@@ -5,6 +5,7 @@ mod decoded_size;
 mod middleware;
 mod receive;
 mod reply;
+mod returned;
 mod rollout;
 mod status;
 #[cfg(test)]

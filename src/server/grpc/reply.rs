@@ -3,6 +3,7 @@
 use std::collections::VecDeque;
 use std::iter::repeat_n;
 
+use super::returned::ReturnedArrays;
 use crate::engine::{Completion, Event, Summary, ValidRequest};
 use crate::error::{Error, Result};
 use crate::server::pb;
@@ -10,8 +11,10 @@ use crate::server::replies::Writer;
 use crate::types::{FinishReason, Prompt, PromptImage, RoutingFormat, TokenId, TokenLogprobs, WeightVersion};
 use pb::generate_response::Event as Message;
 
-/// Tokens of a sequence in one message of scores: 0.8 MB with 100 most likely tokens at each position.
+/// Most tokens of a sequence in one message of scores: 0.8 MB with 100 most likely tokens at each position.
 const PIECE_TOKENS: usize = 1024;
+/// Most bytes of arrays in one message of scores, unless one token has more.
+const PIECE_BYTES: usize = 1 << 20;
 
 /// Turns the events of one `Generate` into its messages.
 pub(super) struct GenerateWriter {
@@ -20,6 +23,7 @@ pub(super) struct GenerateWriter {
     prompts: Vec<Option<Prompt>>,
     /// Whether the request has `top_logprobs` or `logprob_token_ids`.
     top: bool,
+    returned: ReturnedArrays,
     /// Tokens of each prompt.
     prompt_tokens: Vec<u32>,
     /// How experts are returned, if they are.
@@ -34,6 +38,7 @@ impl GenerateWriter {
             request_id: request.request_id.clone(),
             prompts: request.prompts.iter().cloned().map(Some).collect(),
             top: request.params.top_logprobs > 0 || !request.params.logprob_token_ids.is_empty(),
+            returned: ReturnedArrays::new(request),
         }
     }
 
@@ -46,13 +51,14 @@ impl GenerateWriter {
             token_ids: c.tokens.iter().map(|t| t.token).collect(),
             logprobs: c.tokens.iter().map(|t| t.processed).collect(),
             raw_logprobs: c.tokens.iter().map(|t| t.raw).collect(),
-            top_logprobs: self.if_top(|| c.tokens.iter().map(top_logprobs).collect()),
+            top_logprobs: self.if_listed(|| c.tokens.iter().map(top_logprobs).collect()),
             finish_reason: finish_reason(c.finish_reason).into(),
             weight_versions: c.weight_versions.iter().map(span).collect(),
             seed: c.seed,
             cached_tokens: c.cached_tokens,
             text: c.text,
             ranks: self.if_top(|| c.tokens.iter().map(|t| t.rank).collect()),
+            returned: self.returned.of(0, &c.tokens),
             routing: self
                 .routing
                 .map(|format| routing(&format, self.prompt_tokens[c.prompt_index as usize], c.routing)),
@@ -71,13 +77,19 @@ impl GenerateWriter {
             prompt_index,
             token_ids: prompt.tokens.to_vec(),
             raw_logprobs: after(skipped, f32::NAN, &logprobs, |t| t.raw),
-            top_logprobs: self.if_top(|| after(skipped, pb::TopLogprobs::default(), &logprobs, top_logprobs)),
+            top_logprobs: self.if_listed(|| after(skipped, pb::TopLogprobs::default(), &logprobs, top_logprobs)),
             ranks: self.if_top(|| after(skipped, 0, &logprobs, |t| t.rank)),
             token_id_logprobs,
+            returned: self.returned.of(skipped, &logprobs),
         })
     }
 
-    /// A list beside the log-probabilities, if the request asks for one.
+    /// A list of most likely tokens, if the request asks for one in a message for each token.
+    fn if_listed<T>(&self, list: impl FnOnce() -> Vec<T>) -> Vec<T> {
+        if self.returned.have_top() { Vec::new() } else { self.if_top(list) }
+    }
+
+    /// A list beside the log-probabilities, if the request asks for most likely tokens.
     fn if_top<T>(&self, list: impl FnOnce() -> Vec<T>) -> Vec<T> {
         if self.top { list() } else { Vec::new() }
     }
@@ -112,8 +124,9 @@ impl Writer for GenerateWriter {
                 logprobs: vec![logprobs.processed],
                 raw_logprobs: vec![logprobs.raw],
                 text,
-                top_logprobs: self.if_top(|| vec![top_logprobs(&logprobs)]),
+                top_logprobs: self.if_listed(|| vec![top_logprobs(&logprobs)]),
                 ranks: self.if_top(|| vec![logprobs.rank]),
+                returned: self.returned.of(0, std::slice::from_ref(&logprobs)),
             })),
             Event::Text { prompt_index, sample_index, text } => push(Message::Delta(pb::TokenDelta {
                 prompt_index,
@@ -163,7 +176,9 @@ pub(super) struct ScoreWriter {
     /// The sequences, each None once it has scores.
     sequences: Vec<Option<Prompt>>,
     left: usize,
-    top: bool,
+    /// Whether the request has `top_logprobs`.
+    listed: bool,
+    returned: ReturnedArrays,
     /// How experts are returned, if they are.
     routing: Option<RoutingFormat>,
 }
@@ -173,7 +188,8 @@ impl ScoreWriter {
         Self {
             sequences: request.prompts.iter().cloned().map(Some).collect(),
             left: request.prompts.len(),
-            top: request.params.top_logprobs > 0,
+            listed: request.params.top_logprobs > 0 && request.top_arrays.is_none(),
+            returned: ReturnedArrays::new(request),
             routing: request.return_routing,
         }
     }
@@ -195,16 +211,19 @@ impl ScoreWriter {
         }
         let raw = after(skipped, f32::NAN, &logprobs, |t| t.raw);
         let processed = after(skipped, f32::NAN, &logprobs, |t| t.processed);
-        for start in (0..length).step_by(PIECE_TOKENS) {
-            let piece = start..length.min(start + PIECE_TOKENS);
-            // The first token of a sequence has no most likely tokens.
+        let mut start = 0;
+        while start < length {
+            let piece = start..self.piece_end(start, length, &logprobs);
+            // The first token of a sequence has no log-probabilities.
+            let scored = piece.start.saturating_sub(1)..piece.end - 1;
             let tops =
                 piece.clone().map(|i| i.checked_sub(1).map_or_else(Default::default, |i| top_logprobs(&logprobs[i])));
             let score = pb::SequenceScore {
                 raw_logprobs: raw[piece.clone()].to_vec(),
                 logprobs: processed[piece.clone()].to_vec(),
-                top_logprobs: if self.top { tops.collect() } else { Vec::new() },
+                top_logprobs: if self.listed { tops.collect() } else { Vec::new() },
                 weight_version,
+                returned: self.returned.of(piece.len() - scored.len(), &logprobs[scored]),
                 token_id_logprobs: named.get(piece.clone()).unwrap_or_default().to_vec(),
                 routing: self.routing.map(|format| {
                     let byte = |token: usize| (token * format.row_bytes()).min(experts.len());
@@ -212,8 +231,23 @@ impl ScoreWriter {
                 }),
             };
             out.push_back(pb::ScoreResponse { score: Some(score), sequence_index: index, start: start as u32 });
+            start = piece.end;
         }
         Ok(())
+    }
+}
+
+impl ScoreWriter {
+    /// The end of the part of a sequence of `length` tokens that begins at `start`. `logprobs` are those of all tokens
+    /// but the first.
+    fn piece_end(&self, start: usize, length: usize, logprobs: &[TokenLogprobs]) -> usize {
+        let end = length.min(start + PIECE_TOKENS);
+        let mut bytes = 0;
+        let is_full = |token: &usize| {
+            bytes += self.returned.bytes_of(&logprobs[token - 1]);
+            bytes > PIECE_BYTES && *token > start
+        };
+        (start.max(1)..end).find(is_full).unwrap_or(end)
     }
 }
 

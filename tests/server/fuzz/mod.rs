@@ -16,6 +16,7 @@ mod mutate;
 mod picture;
 mod push;
 mod rest;
+mod returns;
 mod rollout;
 mod run;
 mod sampling;

@@ -9,6 +9,7 @@ use tonic::Code;
 
 use super::control::{call, target};
 use super::dice::Dice;
+use super::returns;
 use super::run::Case;
 use super::sampling::{self, CONTEXT, VOCABULARY, tokens};
 use super::wire::{Call, Leave};
@@ -115,12 +116,16 @@ fn prompts(dice: &mut Dice) -> Vec<pb::Prompt> {
 
 fn generate_request(dice: &mut Dice) -> pb::GenerateRequest {
     let most = dice.pick(&[2, 4, 4, 4, 1024]);
+    let returns = dice.one_in(3).then(|| returns::returns(dice));
+    // Both list tokens, and exclude `top`.
+    let lists = dice.is_hostile() || returns.is_none_or(|returns| returns.top == 0);
     pb::GenerateRequest {
+        returns,
         request_id: dice.name(IDS),
         prompts: prompts(dice),
         n: dice.maybe(|dice| dice.between(1, most)),
         sampling: dice.maybe(sampling::params),
-        top_logprobs: if dice.coin() { 0 } else { dice.between(0, 100) },
+        top_logprobs: if lists && dice.coin() { dice.between(0, 100) } else { 0 },
         prompt_logprobs: dice.coin(),
         return_text: dice.coin(),
         stream_tokens: dice.coin(),
@@ -128,7 +133,7 @@ fn generate_request(dice: &mut Dice) -> pb::GenerateRequest {
         if_weight_version: if dice.one_in(8) { dice.maybe(Dice::u64) } else { None },
         min_weight_version: if dice.one_in(8) { dice.maybe(Dice::u64) } else { None },
         time_limit_seconds: if dice.one_in(8) { Some(time_limit(dice)) } else { None },
-        logprob_token_ids: if dice.one_in(4) { tokens(dice, 9).ids } else { Vec::new() },
+        logprob_token_ids: if lists && dice.one_in(4) { tokens(dice, 9).ids } else { Vec::new() },
         return_routing: dice.is_hostile() && dice.one_in(8),
         top_logprobs_of: if dice.is_hostile() { dice.below(5) as i32 - 1 } else { dice.below(3) as i32 },
     }
@@ -201,7 +206,15 @@ fn check_generate(request: &pb::GenerateRequest, messages: &[Bytes]) -> Result<(
             Event::PromptLogprobs(prompt) => {
                 check_prompt_logprobs(request, &prompt).map_err(|why| format!("{why}: {prompt:?}"))?;
             }
-            Event::Delta(delta) => check_logprobs(&delta.raw_logprobs).map_err(|why| format!("{why}: {delta:?}"))?,
+            Event::Delta(delta) => {
+                let tokens = delta.token_ids.len();
+                check_logprobs(&delta.raw_logprobs)
+                    .and_then(|()| match tokens {
+                        0 => Ok(()),
+                        _ => returns::check(request.returns.as_ref(), delta.returned.as_ref(), tokens, 0),
+                    })
+                    .map_err(|why| format!("{why}: {delta:?}"))?;
+            }
             Event::Summary(_) => summaries += 1,
             Event::PromptRouting(_) => return Err("a dense model has no experts".into()),
             Event::Prompt(prompt) => {
@@ -235,6 +248,7 @@ fn check_prompt_logprobs(request: &pb::GenerateRequest, sent: &pb::PromptLogprob
     let (length, rows) = (sent.token_ids.len(), &prompt.logprob_token_ids);
     let first = if request.prompt_logprobs { 1 } else { length.saturating_sub(rows.len()) };
     check_logprobs(sent.raw_logprobs.get(first..).unwrap_or_default())?;
+    returns::check(request.returns.as_ref(), sent.returned.as_ref(), length, first)?;
     if sent.raw_logprobs.len() != length || !rows.is_empty() && sent.token_id_logprobs.len() != length {
         return Err("not as many entries as tokens".into());
     }
@@ -261,6 +275,7 @@ fn check_completion(request: &pb::GenerateRequest, completion: &pb::Completion) 
     }
     check_logprobs(&completion.raw_logprobs)?;
     check_logprobs(&completion.logprobs)?;
+    returns::check(request.returns.as_ref(), completion.returned.as_ref(), length, 0)?;
     let prompt = &request.prompts[completion.prompt_index as usize];
     let allowed = sampling_of(request, prompt).map(|s| &s.allowed_token_ids).filter(|allowed| !allowed.is_empty());
     let is_allowed = |token: &u32| *token < VOCABULARY && allowed.is_none_or(|allowed| allowed.contains(token));
@@ -289,10 +304,14 @@ pub fn score(dice: &mut Dice) -> Call {
     let sampling = if dice.is_hostile() { sampling::params(dice) } else { sampling::distribution(dice) };
     let sequences: Vec<_> = (0..dice.between(1, most).min(100)).map(|_| tokens(dice, CONTEXT)).collect();
     let named = if dice.one_in(4) { sequences.len().saturating_sub(usize::from(dice.is_hostile())) } else { 0 };
+    let returns = dice.one_in(3).then(|| returns::returns(dice));
+    let lists = dice.is_hostile() || returns.is_none_or(|returns| returns.top == 0);
+    let named = if lists { named } else { 0 };
     let request = pb::ScoreRequest {
+        returns,
         logprob_token_ids: (0..named).map(|_| pb::TokenRows { rows: token_rows(dice) }).collect(),
         sequences,
-        top_logprobs: if dice.coin() { 0 } else { dice.between(0, 100) },
+        top_logprobs: if lists && dice.coin() { dice.between(0, 100) } else { 0 },
         adapter: adapter(dice),
         if_weight_version: if dice.one_in(8) { dice.maybe(Dice::u64) } else { None },
         min_weight_version: if dice.one_in(8) { dice.maybe(Dice::u64) } else { None },
@@ -309,22 +328,30 @@ pub fn score(dice: &mut Dice) -> Call {
 }
 
 fn check_score(request: &pb::ScoreRequest, messages: &[Bytes]) -> Result<(), String> {
-    let mut scores = HashMap::new();
+    let mut scores: HashMap<u32, (Vec<f32>, Vec<f32>)> = HashMap::new();
     for message in messages {
         let reply = pb::ScoreResponse::decode(message.clone()).map_err(|e| e.to_string())?;
-        scores.insert(reply.sequence_index, reply.score.ok_or("a message without a score")?);
+        let score = reply.score.ok_or("a message without a score")?;
+        let (tokens, skipped) = (score.raw_logprobs.len(), usize::from(reply.start == 0));
+        returns::check(request.returns.as_ref(), score.returned.as_ref(), tokens, skipped)?;
+        let (raw, processed) = scores.entry(reply.sequence_index).or_default();
+        if raw.len() != reply.start as usize {
+            return Err(format!("a part from token {} after {} tokens", reply.start, raw.len()));
+        }
+        raw.extend(score.raw_logprobs);
+        processed.extend(score.logprobs);
     }
     if scores.len() != request.sequences.len() {
         return Err(format!("{} scores", scores.len()));
     }
     for (index, sequence) in (0..).zip(&request.sequences) {
-        let score = scores.get(&index).ok_or_else(|| format!("no score of sequence {index}"))?;
-        if score.raw_logprobs.len() != sequence.ids.len() || score.logprobs.len() != sequence.ids.len() {
+        let (raw, processed) = scores.get(&index).ok_or_else(|| format!("no score of sequence {index}"))?;
+        if raw.len() != sequence.ids.len() || processed.len() != sequence.ids.len() {
             return Err("not as many log-probabilities as tokens".into());
         }
-        check_logprobs(&score.raw_logprobs[1..])?;
+        check_logprobs(&raw[1..])?;
         // A token that the parameters rule out has minus infinity, which is valid.
-        if let Some(value) = score.logprobs[1..].iter().find(|v| v.is_nan() || **v > 1e-3) {
+        if let Some(value) = processed[1..].iter().find(|v| v.is_nan() || **v > 1e-3) {
             return Err(format!("{value} is no log-probability"));
         }
     }

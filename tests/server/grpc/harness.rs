@@ -164,7 +164,7 @@ pub fn request() -> pb::GenerateRequest {
 }
 
 pub fn token(id: u32) -> TokenLogprobs {
-    TokenLogprobs { token: id, raw: -(id as f32), processed: -0.5, top: Vec::new(), rank: 0 }
+    TokenLogprobs { token: id, raw: -(id as f32), processed: -0.5, top: Vec::new(), rank: 0, returned: None }
 }
 
 pub fn token_event(sample_index: u32, id: u32) -> Event {

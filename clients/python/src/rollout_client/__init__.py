@@ -38,6 +38,7 @@ from .options import (
     ScoreOptions,
 )
 from .process import ServerProcess
+from .returns import Returned, Returns
 from .routing import Routing, RoutingInfo, join_routing
 from .status import MemoryLedger, OpenUpdate, ServerStatus
 from .types import (
@@ -125,6 +126,8 @@ __all__ = [
     "PushKind",
     "PushLoraOptions",
     "ResourceExhausted",
+    "Returned",
+    "Returns",
     "RolloutClient",
     "RolloutError",
     "Routing",

@@ -13,6 +13,7 @@ import numpy as np
 
 from . import _proto
 from ._convert_images import image_info, prompt_image, set_images
+from ._convert_returns import distribution, returned, returned_of_parts, set_returns
 from ._convert_routing import routing, routing_info, routing_of_parts, set_routing
 from ._convert_sampling import sampling_message, set_sampling_of_prompts
 from ._convert_weights import LIFECYCLES, asleep, open_update
@@ -51,7 +52,6 @@ _FINISH_REASONS = {
     5: FinishReason.ABORTED,
     6: FinishReason.GRAMMAR,
 }
-_DISTRIBUTIONS = {"raw": 1, "processed": 2}
 
 
 # Requests
@@ -88,10 +88,7 @@ def generate_request(
     set_field(request, "n", n, "n")
     if time_limit is not None:
         request.time_limit_seconds = time_limit
-    distribution = options.get("top_logprobs_of", "raw")
-    if distribution not in _DISTRIBUTIONS:
-        raise InvalidArgument(f"top_logprobs_of: {distribution!r} is neither 'raw' nor 'processed'")
-    request.top_logprobs_of = _DISTRIBUTIONS[distribution]
+    request.top_logprobs_of = distribution(options.get("top_logprobs_of", "raw"), "top_logprobs_of")
     extend(request.logprob_token_ids, options.get("logprob_token_ids", ()), "logprob_token_ids")
     fields = [prompt.logprob_token_ids for prompt in request.prompts]
     set_rows(fields, options.get("prompt_logprob_token_ids", ()), "prompt_logprob_token_ids")
@@ -143,6 +140,8 @@ def new_request_id() -> str:
 def _set_request_options(request: Any, options: RequestOptions) -> None:
     set_field(request, "adapter", options.get("adapter") or "", "adapter")
     set_field(request, "top_logprobs", options.get("top_logprobs", 0), "top_logprobs")
+    if (returns := options.get("returns")) is not None:
+        set_returns(request.returns, returns)
     set_field(request, "return_routing", options.get("return_routing", False), "return_routing")
     for name in ("if_weight_version", "min_weight_version"):
         version = options.get(name)
@@ -324,6 +323,7 @@ def _score(parts: list[Any]) -> Score:
         weight_version=scores[0].weight_version,
         token_id_logprobs=_top_logprobs(named for score in scores for named in score.token_id_logprobs),
         routing=_score_routing(scores),
+        returned=returned_of_parts(scores, [len(score.raw_logprobs) for score in scores]),
     )
 
 
@@ -384,6 +384,7 @@ def _sample(completion: Any) -> Sample:
         top_logprobs=_top_logprobs(completion.top_logprobs),
         ranks=list(completion.ranks),
         routing=_sample_routing(completion),
+        returned=returned(completion, len(completion.token_ids)),
     )
 
 
@@ -417,6 +418,7 @@ def _token_delta(delta: Any) -> TokenDelta:
         text=delta.text if delta.HasField("text") else None,
         top_logprobs=_top_logprobs(delta.top_logprobs),
         ranks=list(delta.ranks),
+        returned=returned(delta, len(delta.token_ids)),
     )
 
 
@@ -431,6 +433,7 @@ def _prompt_logprobs(message: Any) -> PromptLogprobs:
         top_logprobs=_top_logprobs(message.top_logprobs),
         ranks=list(message.ranks),
         token_id_logprobs=_top_logprobs(message.token_id_logprobs),
+        returned=returned(message, len(message.token_ids)),
     )
 
 

@@ -14,6 +14,7 @@ from ._progress import ProgressArgument, SampleProgressArgument
 from ._segment import SharedBuffer
 from .errors import InvalidArgument
 from .images import ImageInput
+from .returns import Returns
 from .routing import Routing
 from .types import RunningPolicy, SamplingParams, TokenIds
 
@@ -40,6 +41,8 @@ class RequestOptions(CallOptions, total=False):
     images: Sequence[Sequence[ImageInput] | None]
     """For each prompt (of `score`: each sequence) its images, in the order of their placeholders; None for a prompt
     without. `rollout_client.processed_pixels` makes them as a trainer's processor does; default ()."""
+    returns: Returns | None
+    """What else to return for each token, such as entropies: the `returned` of samples and scores; default None."""
     return_routing: bool
     """Also return the experts that tokens took: the `routing` of outputs, samples and scores. The server must have been
     started with `--return-routing`; default False."""

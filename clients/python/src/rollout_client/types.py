@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from .images import ImageInfo, PromptImage
+from .returns import Returned
 from .routing import Routing, RoutingInfo
 
 ChatMessage = Mapping[str, Any]
@@ -178,6 +179,8 @@ class Sample:
     """`[T]` if `top_logprobs` was requested, else empty: 1 + the number of more likely tokens in its distribution."""
     routing: Routing | None = None
     """`[T - 1]` tokens from token `P` on: the last one was not run. None unless `return_routing` was requested."""
+    returned: Returned | None = None
+    """Of `T` tokens; None unless `returns` was requested."""
 
 
 @dataclass(frozen=True)
@@ -205,6 +208,8 @@ class PromptLogprobs:
     """`[P]` (the first one 0) if `top_logprobs` was requested, else empty."""
     token_id_logprobs: list[TopLogprobs] = field(default_factory=list)
     """`[P]`, the tokens of each row of `prompt_logprob_token_ids`; empty for a prompt without rows."""
+    returned: Returned | None = None
+    """Of `P` tokens; None unless `returns` was requested."""
 
 
 @dataclass(frozen=True)
@@ -245,7 +250,8 @@ class TokenDelta:
     """Text that these tokens complete; may be empty, as in the middle of a character. None without `return_text`."""
     top_logprobs: list[TopLogprobs]
     ranks: list[int]
-    """Both as in `Sample`."""
+    returned: Returned | None = None
+    """All three as in `Sample`."""
 
 
 @dataclass(frozen=True)
@@ -282,6 +288,8 @@ class Score:
     routing: Routing | None = None
     """`[T - 1]` tokens, as the last one was not run, unless it is the only one. None unless `return_routing` was
     requested."""
+    returned: Returned | None = None
+    """Of `T` tokens; None unless `returns` was requested."""
 
 
 @dataclass(frozen=True)

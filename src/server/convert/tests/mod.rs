@@ -1,11 +1,12 @@
 mod chats;
 mod images;
 mod requests;
+mod returns;
 mod texts;
 
 use super::{ModelFacts, pb};
 use crate::engine::ValidRequest;
-use crate::error::Result;
+use crate::error::{Error, Result};
 use crate::memory::Traffic;
 
 fn generate(request: pb::GenerateRequest, model: &ModelFacts) -> Result<ValidRequest> {
@@ -24,4 +25,13 @@ fn model() -> ModelFacts {
 /// As [`model`], with a context of so many tokens.
 fn model_of(max_model_len: usize) -> ModelFacts {
     ModelFacts { vocab_size: 100, max_model_len, eos_token_ids: vec![99], ..Default::default() }
+}
+
+/// The path and the message of the InvalidArgument that `result` is.
+fn refusal<T>(result: Result<T>) -> (String, String) {
+    match result {
+        Err(Error::InvalidArgument { field, message }) => (field, message),
+        Err(other) => panic!("not InvalidArgument: {other}"),
+        Ok(_) => panic!("accepted"),
+    }
 }

@@ -3,11 +3,10 @@
 use std::time::Duration;
 
 use super::super::{RequestKind, abort};
-use super::{generate, model, score};
+use super::{generate, model, refusal, score};
 use crate::engine::AbortTarget;
-use crate::error::Error;
 use crate::server::pb;
-use crate::types::{Distribution, Prompt, SamplingParams};
+use crate::types::{Distribution, Prompt, SamplingParams, TaskReturns};
 
 fn tokens(ids: &[u32]) -> pb::Prompt {
     pb::Prompt { kind: Some(pb::prompt::Kind::Tokens(pb::TokenIds { ids: ids.to_vec() })), ..Default::default() }
@@ -23,15 +22,6 @@ fn base() -> pb::GenerateRequest {
 
 fn sampling(r: &mut pb::GenerateRequest) -> &mut pb::SamplingParams {
     r.sampling.as_mut().expect("base has it")
-}
-
-/// The path and the message of the InvalidArgument that `result` is.
-fn refusal<T>(result: Result<T, Error>) -> (String, String) {
-    match result {
-        Err(Error::InvalidArgument { field, message }) => (field, message),
-        Err(other) => panic!("not InvalidArgument: {other}"),
-        Ok(_) => panic!("accepted"),
-    }
 }
 
 fn check(field: &str, says: &str, change: fn(&mut pb::GenerateRequest)) {
@@ -229,6 +219,7 @@ fn every_field_arrives() {
         top_logprobs: 100,
         logprob_token_ids: [5, 3].into(),
         top_logprobs_of: Distribution::Processed,
+        returns: TaskReturns::default(),
     };
     assert_eq!(*valid.params, params);
     assert_eq!(

@@ -21,6 +21,7 @@ fn token(token: u32) -> TokenLogprobs {
         processed: -t / 2.0,
         top: vec![(token, -t), (token + 1, -t - 1.0)],
         rank: token + 1,
+        returned: None,
     }
 }
 
@@ -89,6 +90,7 @@ fn expected_completion() -> pb::Completion {
         text: None,
         ranks: Vec::new(),
         routing: None,
+        returned: None,
     }
 }
 

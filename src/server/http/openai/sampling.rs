@@ -320,6 +320,7 @@ impl Sampling {
             min_weight_version: self.min_weight_version,
             time_limit_seconds: self.time_limit_seconds,
             return_routing: self.stream != Some(true) && model.routing.as_ref().is_some_and(|routing| routing.is_kept),
+            returns: None,
         })
     }
 }

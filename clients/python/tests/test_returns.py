@@ -1,0 +1,213 @@
+"""What requests return beside log-probabilities: entropies, supports and arrays of most likely tokens."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import fields, replace
+
+import numpy as np
+import pytest
+
+from rollout_client import (
+    Internal,
+    InvalidArgument,
+    PromptLogprobs,
+    Returned,
+    Returns,
+    Sample,
+    SamplingParams,
+    TokenDelta,
+    _proto,
+)
+from rollout_client._convert_returns import returned, returned_of_parts
+from rollout_client.returns import NO_TOKEN
+from serving import FIXTURES, assert_idle, bits, server
+
+VOCABULARY = 512
+PROMPTS = [[(7 * i * i + 3) % 500 for i in range(40)], [5, 6, 7], [9]]
+SAMPLING = SamplingParams(max_tokens=8, seed=3, temperature=0.8, top_p=0.9, top_k=50, ignore_eos=True)
+ALL = Returns(entropy=True, support=True, top=VOCABULARY, top_of="processed")
+
+
+@pytest.fixture(scope="module")
+def served(binary):
+    """A client of a server that the tests share."""
+    with server(binary, FIXTURES / "qwen2", "--dtype", "float32") as client:
+        yield client
+        assert_idle(client)
+
+
+def arrays(found):
+    """The bytes of all arrays, to be compared."""
+    values = [getattr(found, field.name) for field in fields(Returned)]
+    return [[part.tobytes() for part in value] if isinstance(value, tuple) else value.tobytes() for value in values]
+
+
+def samples(client, returns=ALL, sampling=SAMPLING, prompts=PROMPTS, **options):
+    outputs = client.generate(prompts, 2, sampling, return_text=False, returns=returns, **options)
+    return [(output.prompt_token_ids, sample) for output in outputs for sample in output.samples]
+
+
+def test_returns_describe_the_distribution_that_tokens_are_sampled_from(served):
+    for _, sample in samples(served):
+        found = sample.returned
+        assert found.entropies.shape == found.support_sizes.shape == (SAMPLING.max_tokens,)
+        assert found.top_ids.shape == found.top_logprobs.shape == (SAMPLING.max_tokens, VOCABULARY)
+        for t, (token, ids, size) in enumerate(
+            zip(sample.token_ids, found.support_ids, found.support_sizes.tolist(), strict=True)
+        ):
+            # All tokens of the support are listed, with their probabilities, and no others.
+            listed, logprobs = found.top_ids[t][:size], found.top_logprobs[t][:size].astype(np.float64)
+            assert token in ids.tolist() and np.array_equal(np.sort(listed), ids) and size <= SAMPLING.top_k
+            assert (found.top_ids[t][size:] == NO_TOKEN).all() and (found.top_logprobs[t][size:] == -np.inf).all()
+            assert logprobs[listed == token] == sample.logprobs[t]
+            assert math.isclose(np.exp(logprobs).sum(), 1, abs_tol=1e-5)
+            assert math.isclose(-(np.exp(logprobs) * logprobs).sum(), found.entropies[t], abs_tol=1e-5)
+            assert sample.ranks[t] == 1 + (logprobs > sample.logprobs[t]).sum()
+
+
+def test_the_raw_distribution_at_the_temperature_gives_entropy_and_mass(served):
+    raw = replace(ALL, top_of="raw")
+    for _, sample in samples(served, raw):
+        found = sample.returned
+        logprobs = found.top_logprobs.astype(np.float64)
+        assert np.allclose(-(np.exp(logprobs) * logprobs).sum(1), found.raw_entropies, atol=1e-5)
+        for t, ids in enumerate(found.support_ids):
+            heated = logprobs[t] / SAMPLING.temperature
+            heated -= np.log(np.exp(heated).sum())
+            in_support = np.isin(found.top_ids[t], ids)
+            log_mass = np.log(np.exp(heated[in_support]).sum())
+            assert math.isclose(log_mass, found.support_log_masses[t], abs_tol=1e-5)
+            drawn = heated[found.top_ids[t] == sample.token_ids[t]][0]
+            assert math.isclose(drawn - found.support_log_masses[t], sample.logprobs[t], abs_tol=1e-5)
+
+
+def test_scores_and_single_prompts_have_the_same_returns(served):
+    together = samples(served)
+    sequences = [[*prompt, *sample.token_ids] for prompt, sample in together]
+    distribution = SamplingParams(temperature=0.8, top_p=0.9, top_k=50)
+    scores = served.score(sequences, sampling=distribution, returns=ALL)
+    for (prompt, sample), score in zip(together, scores, strict=True):
+        scored = score.returned
+        first = len(prompt)
+        assert np.isnan(scored.entropies[0]) and scored.support_sizes[0] == 0 and (scored.top_ids[0] == NO_TOKEN).all()
+        tail = {field.name: getattr(scored, field.name)[first:] for field in fields(Returned)}
+        assert arrays(Returned(**tail)) == arrays(sample.returned)
+        alone = replace(SAMPLING, seed=sample.seed)
+        [again] = served.generate([prompt], 1, alone, return_text=False, returns=ALL)[0].samples
+        assert bits(again) == bits(sample) and arrays(again.returned) == arrays(sample.returned)
+
+
+def test_returns_change_no_sample_and_are_absent_unless_asked_for(served):
+    plain = [sample for _, sample in samples(served, returns=None)]
+    asked = [sample for _, sample in samples(served)]
+    assert [bits(sample) for sample in plain] == [bits(sample) for sample in asked]
+    assert all(sample.returned is None for sample in plain)
+    [entropies] = {
+        tuple(name for name in vars(s.returned) if getattr(s.returned, name) is not None)
+        for _, s in samples(served, Returns(entropy=True))
+    }
+    assert entropies == ("raw_entropies", "entropies")
+
+
+def test_log_probabilities_in_bfloat16_are_rounded(served):
+    exact = [sample.returned for _, sample in samples(served)]
+    rounded = [sample.returned for _, sample in samples(served, replace(ALL, top_dtype="bfloat16"))]
+    for a, b in zip(exact, rounded, strict=True):
+        assert np.array_equal(a.top_ids, b.top_ids) and b.top_logprobs.dtype == np.float32
+        finite = np.isfinite(a.top_logprobs)
+        assert np.array_equal(finite, np.isfinite(b.top_logprobs))
+        given, sent = a.top_logprobs[finite], b.top_logprobs[finite]
+        assert (np.abs(given - sent) <= np.abs(given) / 256).all() and (given != sent).any()
+        assert (sent.view(np.uint32) & 0xFFFF == 0).all()
+
+
+def test_streams_and_prompts_have_returns(served):
+    """The deltas of a sample add up to it, and a prompt's own tokens have returns where their scores are asked for."""
+    options = {"stream_tokens": True, "prompt_logprobs": True, "return_text": False, "returns": ALL}
+    with served.generate_stream(PROMPTS[:1], 1, SAMPLING, **options) as stream:
+        events = list(stream)
+    [sample] = [event for event in events if isinstance(event, Sample)]
+    deltas = [event.returned for event in events if isinstance(event, TokenDelta)]
+    assert np.concatenate([delta.entropies for delta in deltas]).tobytes() == sample.returned.entropies.tobytes()
+    assert np.concatenate([delta.top_ids for delta in deltas]).tobytes() == sample.returned.top_ids.tobytes()
+    [prompt] = [event for event in events if isinstance(event, PromptLogprobs)]
+    assert len(prompt.returned.entropies) == len(PROMPTS[0]) and np.isnan(prompt.returned.entropies[0])
+    assert prompt.top_logprobs == [] and len(prompt.ranks) == len(PROMPTS[0])
+    [score] = served.score(PROMPTS[:1], returns=replace(ALL, top_of="raw"))
+    assert prompt.returned.top_logprobs.tobytes() == score.returned.top_logprobs.tobytes()
+
+
+def test_a_long_score_arrives_in_parts(served):
+    sequence = [(11 * i * i + 5) % 500 for i in range(1000)]
+    [score] = served.score([sequence], returns=Returns(entropy=True, support=True, top=VOCABULARY))
+    found = score.returned
+    assert (
+        found.entropies.shape == (1000,)
+        and found.top_ids.shape == (1000, VOCABULARY)
+        and len(found.support_ids) == 1000
+    )
+    assert found.support_sizes[1:].tolist() == [VOCABULARY] * 999
+    [tail] = served.score([sequence[:40]], returns=Returns(entropy=True))
+    assert tail.returned.entropies[1:].tobytes() == found.entropies[1:40].tobytes()
+
+
+def test_a_mask_covers_the_support(served):
+    [(_, sample), *_] = samples(served, Returns(support=True))
+    mask = sample.returned.support_mask(VOCABULARY)
+    assert mask.shape == (SAMPLING.max_tokens, VOCABULARY)
+    assert np.array_equal(mask.sum(1), sample.returned.support_sizes)
+    whole = samples(served, Returns(support=True, max_support_ids=0), SamplingParams(max_tokens=2, seed=1))
+    assert whole[0][1].returned.support_mask(VOCABULARY).all(), "nothing was filtered"
+    cut = samples(served, Returns(support=True, max_support_ids=2))[0][1].returned
+    assert any(len(ids) == 0 for ids in cut.support_ids)
+    with pytest.raises(InvalidArgument, match=r"support of \d+ tokens whose ids were not returned"):
+        cut.support_mask(VOCABULARY)
+    with pytest.raises(InvalidArgument, match=r"ask for Returns\(support=True\)"):
+        Returned().support_mask(VOCABULARY)
+
+
+@pytest.mark.parametrize(
+    ("returns", "message"),
+    [
+        ({"entropy": True}, "returns: expected Returns, such as Returns"),
+        (Returns(top_of="cooked"), "returns.top_of: 'cooked' is neither"),
+        (Returns(top_dtype="float16"), "returns.top_dtype: 'float16' is neither"),
+        (Returns(top=-1), "returns.top"),
+        (Returns(top=1025), "returns.top: 1025 is more than 1024"),
+        (Returns(top=513), "returns.top: 513 is more than the vocabulary size 512"),
+        (Returns(max_support_ids=7), "returns.max_support_ids: means nothing without returns.support"),
+    ],
+)
+def test_wrong_returns_are_rejected(served, returns, message):
+    with pytest.raises(InvalidArgument, match=message):
+        served.generate([[1]], returns=returns, return_text=False)
+    with pytest.raises(InvalidArgument, match=message):
+        served.score([[1, 2]], returns=returns)
+
+
+def test_lists_and_arrays_exclude_each_other(served):
+    with pytest.raises(InvalidArgument, match="cannot be combined with top_logprobs"):
+        served.score([[1, 2]], returns=Returns(top=3), top_logprobs=3)
+
+
+def message(**values):
+    return _proto.message("Completion")(returned=values)
+
+
+def test_messages_that_contradict_themselves_are_errors():
+    with pytest.raises(Internal, match="3 most likely tokens for 2 tokens"):
+        returned(message(top_ids=bytes(12), top_logprobs=bytes(12)), 2)
+    with pytest.raises(Internal, match="1 ids for supports of 5 tokens"):
+        returned(message(support_sizes=[2, 3, 9], support_ids=bytes(4), max_support_ids=8), 3)
+    assert returned(_proto.message("Completion")(), 2) is None
+
+
+def test_parts_are_joined():
+    parts = [
+        message(support_sizes=[2, 9], support_ids=b"\1\0\0\0\2\0\0\0", max_support_ids=8, entropies=[1.0, 2.0]),
+        message(support_sizes=[1], support_ids=b"\7\0\0\0", max_support_ids=8, entropies=[3.0]),
+    ]
+    joined = returned_of_parts(parts, [2, 1])
+    assert [ids.tolist() for ids in joined.support_ids] == [[1, 2], [], [7]]
+    assert joined.entropies.tolist() == [1, 2, 3] and joined.top_ids is None

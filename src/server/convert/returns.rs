@@ -1,0 +1,82 @@
+//! What requests want beside log-probabilities, and the lists of most likely tokens.
+
+use super::{ModelFacts, check_most, check_top_logprobs, pb};
+use crate::engine::TopArrays;
+use crate::error::{Error, Result};
+use crate::types::{Distribution, SamplingParams, TaskReturns};
+
+/// Most ids of a support, if a request does not say how many. A support of top-p 0.95 has some tens of tokens on
+/// average, and some thousands where the model knows nothing.
+const DEFAULT_SUPPORT_IDS: u32 = 4096;
+/// Most ids of a support that a request may ask for: 256 KiB for each token.
+const MAX_SUPPORT_IDS: u32 = 65_536;
+/// Most likely tokens of `returns.top`: 8 KiB for each token.
+const MAX_TOP: u32 = 1024;
+
+/// The checked fields of a request.
+pub(super) struct Returns {
+    pub task: TaskReturns,
+    pub top_logprobs: u32,
+    pub top_logprobs_of: Distribution,
+    pub top_arrays: Option<TopArrays>,
+}
+
+impl Returns {
+    /// The sampling parameters with these.
+    pub(super) fn applied(&self, params: SamplingParams) -> SamplingParams {
+        let Self { task, top_logprobs, top_logprobs_of, .. } = *self;
+        SamplingParams { top_logprobs, top_logprobs_of, returns: task, ..params }
+    }
+}
+
+/// Checks the fields `returns`, `top_logprobs` and `top_logprobs_of` of a `GenerateRequest`.
+pub(super) fn for_generate(request: &pb::GenerateRequest, model: &ModelFacts) -> Result<Returns> {
+    let of = distribution("top_logprobs_of", request.top_logprobs_of)?;
+    let returns = returns(request.returns.as_ref(), request.top_logprobs, of, model)?;
+    let excluded = returns.top_arrays.is_some() && !request.logprob_token_ids.is_empty();
+    ensure!(!excluded, "returns.top", "cannot be combined with logprob_token_ids; ask for one of them");
+    Ok(returns)
+}
+
+/// Checks the fields `returns` and `top_logprobs` of a `ScoreRequest`.
+pub(super) fn for_score(request: &pb::ScoreRequest, model: &ModelFacts) -> Result<Returns> {
+    let returns = returns(request.returns.as_ref(), request.top_logprobs, Distribution::Raw, model)?;
+    let mixed = returns.top_logprobs_of == Distribution::Processed && !request.logprob_token_ids.is_empty();
+    ensure!(!mixed, "returns.top_of", "PROCESSED cannot be combined with logprob_token_ids, which are RAW; use RAW");
+    Ok(returns)
+}
+
+fn returns(
+    given: Option<&pb::Returns>,
+    top_logprobs: u32,
+    top_logprobs_of: Distribution,
+    model: &ModelFacts,
+) -> Result<Returns> {
+    check_top_logprobs(top_logprobs, model)?;
+    let Some(given) = given else {
+        return Ok(Returns { task: TaskReturns::default(), top_logprobs, top_logprobs_of, top_arrays: None });
+    };
+    let max_ids = given.max_support_ids.unwrap_or(DEFAULT_SUPPORT_IDS);
+    check_most("returns.max_support_ids", max_ids as usize, "ids", MAX_SUPPORT_IDS as usize, "ask for fewer")?;
+    let unused = given.max_support_ids.is_some() && !given.support;
+    ensure!(!unused, "returns.max_support_ids", "means nothing without returns.support; set both or none");
+    let task = TaskReturns { entropy: given.entropy, support: given.support.then_some(max_ids) };
+    let top_of = distribution("returns.top_of", given.top_of)?;
+    if given.top == 0 {
+        return Ok(Returns { task, top_logprobs, top_logprobs_of, top_arrays: None });
+    }
+    let (top, vocab_size) = (given.top, model.vocab_size);
+    ensure!(top_logprobs == 0, "returns.top", "cannot be combined with top_logprobs; ask for one of them");
+    ensure!(top <= MAX_TOP, "returns.top", "{top} is more than {MAX_TOP}");
+    ensure!(top as usize <= vocab_size, "returns.top", "{top} is more than the vocabulary size {vocab_size}");
+    let top_arrays = Some(TopArrays { as_bfloat16: given.top_as_bfloat16 });
+    Ok(Returns { task, top_logprobs: top, top_logprobs_of: top_of, top_arrays })
+}
+
+fn distribution(field: &str, given: i32) -> Result<Distribution> {
+    match pb::Distribution::try_from(given) {
+        Ok(pb::Distribution::Unspecified | pb::Distribution::Raw) => Ok(Distribution::Raw),
+        Ok(pb::Distribution::Processed) => Ok(Distribution::Processed),
+        Err(_) => Err(Error::invalid(field, format!("{given} is not a Distribution; use RAW or PROCESSED"))),
+    }
+}
