@@ -41,6 +41,8 @@ TRAIN_FLAGS_tiny-vlm := --steps 100 --rank 16
 TRAIN_FLAGS_tiny-moe :=
 TRAIN_FLAGS_smollm2 := --steps 40 --questions 4 --rank 16 --learning-rate 3e-4
 TRAIN_FLAGS ?= $(TRAIN_FLAGS_$(MODEL))
+# Weight of the divergence from the base model in the loss of `make train`.
+KL := 0
 TRAIN_TASK_tiny-vlm := colours
 TRAIN_TASK = $(or $(TRAIN_TASK_$(MODEL)),sorting)
 # One thread for a tiny model: two would wait for each other longer than they compute.
@@ -91,7 +93,7 @@ demo: setup server $(SMOLLM2) ## samples from a real model, a pushed adapter, sl
 train: $(TRAINERS)/.installed server ## GRPO on a tiny model, or on MODEL=tiny-vlm (images), tiny-moe (experts) or smollm2: a picture of what it learns (installs torch into .venv-trainers)
 	@$(MAKE) --no-print-directory $(TRAINED)/model.safetensors
 	$(call say,Training $(notdir $(TRAINED)))
-	@$(TRAIN_THREADS_$(MODEL)) $(TRAINERS)/bin/python examples/grpo.py --server $(SERVER) --model $(TRAINED) --task $(TRAIN_TASK) --out runs/$(MODEL) $(TRAIN_FLAGS)
+	@$(TRAIN_THREADS_$(MODEL)) $(TRAINERS)/bin/python examples/grpo.py --server $(SERVER) --model $(TRAINED) --task $(TRAIN_TASK) --out runs/$(MODEL) --kl $(KL) $(TRAIN_FLAGS)
 
 test: test-rust test-python ## all tests
 test-rust: check-cargo

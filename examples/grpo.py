@@ -4,6 +4,7 @@ name the colour of a square in a picture.
 
     make train                  # a tiny model, made on the spot: under a minute
     make train MODEL=smollm2    # SmolLM2-135M-Instruct, five minutes
+    make train KL=0.05          # with a divergence from the base model in the loss, which the server scores
     make train MODEL=tiny-vlm   # a tiny Qwen2.5-VL, made on the spot: its prompts have images
     make train MODEL=tiny-moe   # a tiny Qwen3-MoE, made on the spot: the trainer replays the experts of the samples
     python examples/grpo.py --server target/release/rollout-server --model .models/tiny --out runs/tiny
@@ -33,11 +34,13 @@ from tqdm import tqdm
 import colours
 import sorting
 from questions import Prompt, Question, encode, model_inputs, shuffle_images
-from rollout_client import PromptOutput, RolloutClient, SamplingParams, ServerProcess
+from rollout_client import GenerateOptions, PromptOutput, Returns, RolloutClient, SamplingParams, ServerProcess
 from routing_replay import replay, routers, sampled_experts
 from training_report import Exam, Step, draw, summary
 
 TASKS = {"sorting": sorting, "colours": colours}
+POLICY = "policy"
+"""Name of the resident adapter, if the base below it serves as the reference."""
 
 
 @dataclass(frozen=True)
@@ -52,6 +55,7 @@ class Settings:
     rank: int = 8
     learning_rate: float = 2e-3
     clip: float = 0.2  # how far a ratio of importance may be from 1 and still count
+    kl: float = 0.0  # weight of the divergence from the base model, under which the server scores the samples
     seed: int = 0
 
 
@@ -92,6 +96,8 @@ class Batch:
     """`[S, T - 1]`: whether the token after this place was sampled."""
     old_logprobs: torch.Tensor
     """`[S, T - 1]`: the log-probability with which it was sampled, by the server."""
+    reference_logprobs: torch.Tensor | None
+    """`[S, T - 1]`: the same under the base model, by the server; None without a divergence in the loss."""
     advantages: torch.Tensor
     """`[S, 1]`."""
 
@@ -142,22 +148,32 @@ def sample(
     n: int,
     sampling: SamplingParams,
     watch: Stopwatch,
+    with_reference: bool = False,
 ) -> list[PromptOutput]:
-    """Pushes the policy and samples n answers to each prompt; before and after the server sleeps."""
-    with client.awake(["weights"]):
+    """Pushes the policy and samples n answers to each prompt; before and after the server sleeps.
+
+    With a reference the adapter is not merged but becomes resident beside the base, for which the server must be awake,
+    and the server scores each answer under the base alone as well, in the batches in which it samples.
+    """
+    with client.awake(None if with_reference else ["weights"]):
         watch("wake")
-        version = client.push_lora(model).weight_version  # one more than before
-        watch("push")
-        client.wake(["kv_cache"])  # after the push, which can use its memory
-        watch("wake")
+        if with_reference:
+            client.push_lora(model, name=POLICY)
+            options = GenerateOptions(adapter=POLICY, returns=Returns(references=[None]))
+            watch("push")
+        else:
+            options = GenerateOptions(if_weight_version=client.push_lora(model).weight_version)  # one more than before
+            watch("push")
+            client.wake(["kv_cache"])  # after the push, which can use its memory
+            watch("wake")
         tokens, images = [prompt.token_ids for prompt in prompts], [prompt.images for prompt in prompts]
         groups = client.generate(
             tokens,
             images=images,
             n=n,
             sampling=sampling,
-            if_weight_version=version,
             return_routing=bool(routers(model)),
+            **options,
         )
         watch("generate")
     watch("sleep")
@@ -170,32 +186,54 @@ def make_batch(prompts: Sequence[Prompt], groups: list[PromptOutput], rewards: t
     shape = len(samples), max(len(prompt.token_ids) + len(one.token_ids) for prompt, one in samples)
     tokens = torch.zeros(shape, dtype=torch.long)
     answer = torch.zeros(shape, dtype=torch.bool)
-    old_logprobs = torch.zeros(shape)
+    old_logprobs, reference_logprobs = torch.zeros(shape), torch.zeros(shape)
+    has_reference = bool(samples[0][1].references)
     for row, (prompt, one) in enumerate(samples):
         start, end = len(prompt.token_ids), len(prompt.token_ids) + len(one.token_ids)
         tokens[row, :end] = torch.tensor(prompt.token_ids + one.token_ids)
         answer[row, start:end] = True
         old_logprobs[row, start:end] = torch.from_numpy(one.logprobs)
+        if has_reference:
+            reference_logprobs[row, start:end] = torch.from_numpy(one.references[0].logprobs)
     advantages = (rewards - rewards.mean(1, keepdim=True)) / (rewards.std(1, keepdim=True) + 1e-4)
     inputs = model_inputs([prompt for prompt, _ in samples], shape[1])
     experts = sampled_experts(groups, shape[1])
-    return Batch(tokens, inputs, experts, answer[:, 1:], old_logprobs[:, 1:], advantages.reshape(-1, 1))
+    return Batch(
+        tokens=tokens,
+        inputs=inputs,
+        experts=experts,
+        answer=answer[:, 1:],
+        old_logprobs=old_logprobs[:, 1:],
+        reference_logprobs=reference_logprobs[:, 1:] if has_reference else None,
+        advantages=advantages.reshape(-1, 1),
+    )
 
 
-def learn(model: peft.PeftModel, optimizer: torch.optim.Optimizer, batch: Batch, settings: Settings) -> float:
-    """One step of the optimizer; returns the largest difference of log-probabilities between trainer and server."""
+def learn(
+    model: peft.PeftModel, optimizer: torch.optim.Optimizer, batch: Batch, settings: Settings
+) -> tuple[float, float | None]:
+    """One step of the optimizer.
+
+    Returns the largest difference of log-probabilities between trainer and server, and the mean divergence from the
+    base model, if it is in the loss.
+    """
     new_logprobs = logprobs(model, batch, settings.temperature)
     # How much more likely the trainer's policy makes each token than the one that sampled it. After a push it is 1, and
     # its gradient that of the log-probability; had the policy moved on since, it would weigh the samples by that.
     ratio = torch.exp(new_logprobs - batch.old_logprobs)
     clipped = ratio.clamp(1 - settings.clip, 1 + settings.clip)
     gain = torch.minimum(ratio * batch.advantages, clipped * batch.advantages)
-    loss = -gain[batch.answer].mean()
+    loss, kl = -gain[batch.answer].mean(), None
+    if batch.reference_logprobs is not None:
+        # An estimate of KL(policy || base) that is never negative, as TRL has it.
+        away = batch.reference_logprobs - new_logprobs
+        divergence = (torch.exp(away) - away - 1)[batch.answer].mean()
+        loss, kl = loss + settings.kl * divergence, divergence.item()
     optimizer.zero_grad()
     loss.backward()
     torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     optimizer.step()
-    return (new_logprobs - batch.old_logprobs)[batch.answer].abs().max().item()
+    return (new_logprobs - batch.old_logprobs)[batch.answer].abs().max().item(), kl
 
 
 def train(
@@ -211,13 +249,23 @@ def train(
         prompts = [encode(processor, question) for question in asked]
         sampling = SamplingParams(settings.temperature, max_tokens=settings.max_tokens, seed=settings.seed + number)
         watch = Stopwatch()
-        groups = sample(client, model, prompts, n=settings.samples, sampling=sampling, watch=watch)
+        groups = sample(
+            client,
+            model,
+            prompts,
+            n=settings.samples,
+            sampling=sampling,
+            watch=watch,
+            with_reference=settings.kl > 0,
+        )
         rewards = [[question.reward(one.text) for one in g.samples] for question, g in zip(asked, groups, strict=True)]
         batch = make_batch(prompts, groups, torch.tensor(rewards))
-        difference = learn(model, optimizer, batch, settings)
+        difference, kl = learn(model, optimizer, batch, settings)
         watch("train")
-        steps.append(Step(torch.tensor(rewards).mean().item(), difference, int(batch.answer.sum()), watch.seconds))
-        bar.set_postfix(reward=f"{steps[-1].reward:.2f}", difference=f"{difference:.0e}")
+        reward = torch.tensor(rewards).mean().item()
+        steps.append(Step(reward, difference, int(batch.answer.sum()), watch.seconds, kl))
+        shown = {} if kl is None else {"kl": f"{kl:.3f}"}
+        bar.set_postfix(reward=f"{reward:.2f}", difference=f"{difference:.0e}", **shown)
     return steps
 
 
@@ -258,6 +306,8 @@ def main() -> None:
     flags = ["--dtype", "float32", "--mem-util", "0.3"]  # float32 as the trainer, so that both agree to 1e-4
     if routers(model):
         flags.append("--return-routing")
+    if settings.kl > 0:
+        flags += ["--max-adapters", "1"]
     with (
         (args.out / "server.log").open("w") as log,
         ServerProcess(args.server, args.model, flags, output=log) as server,

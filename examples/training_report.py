@@ -28,6 +28,8 @@ class Step:
     """Sampled in this step."""
     seconds: dict[str, float]
     """Time of each part, by the names of `PARTS`."""
+    kl: float | None = None
+    """Mean divergence from the base model, if it is in the loss."""
 
 
 @dataclass
@@ -49,6 +51,11 @@ def summary(steps: Sequence[Step], exams: Sequence[Exam]) -> str:
         ("reward, mean of the first and of the last tenth of the steps", f"{first:.2f} → {last:.2f}"),
         *((f"reward of the most likely answers, {e.name}", f"{e.before:.2f} → {e.after:.2f}") for e in exams),
         ("largest difference of log-probabilities, server and trainer", f"{max(s.max_difference for s in steps):.1e}"),
+        *(
+            [("mean divergence from the base model, last step", f"{steps[-1].kl:.3f}")]
+            if steps[-1].kl is not None
+            else []
+        ),
         ("tokens, steps, seconds", f"{sum(step.tokens for step in steps):,}, {len(steps)}, {total:.1f}"),
     ]
     for part in PARTS:
@@ -63,7 +70,9 @@ def summary(steps: Sequence[Step], exams: Sequence[Exam]) -> str:
 def draw(steps: Sequence[Step], exams: Sequence[Exam], path: Path, title: str) -> None:
     """Writes the picture; the format is that of the path's suffix."""
     plt.switch_backend("agg")  # no window
-    figure, (reward, difference, time) = plt.subplots(1, 3, figsize=(13, 3.6), layout="constrained")
+    has_kl = steps[-1].kl is not None
+    figure, panels = plt.subplots(1, 3 + has_kl, figsize=(13 + 4 * has_kl, 3.6), layout="constrained")
+    reward, difference, time = panels[:3]
     numbers = range(1, len(steps) + 1)
     reward.plot(numbers, [step.reward for step in steps], color="#0072b2", label="samples of the step")
     for exam, colour in zip(exams, EXAM_COLOURS, strict=False):
@@ -81,7 +90,10 @@ def draw(steps: Sequence[Step], exams: Sequence[Exam], path: Path, title: str) -
         below = [a + b for a, b in zip(below, seconds, strict=True)]
     time.set(title="seconds of a step", ylim=(0, 1.3 * max(below)))  # room for the legend
     time.legend(loc="upper right", fontsize=8, ncols=2)
-    for axes in (reward, difference, time):
+    if has_kl:
+        panels[3].plot(numbers, [step.kl for step in steps], color="#0072b2")
+        panels[3].set(title="KL(policy ‖ base) of a sampled token, nats")
+    for axes in panels:
         axes.set_xlabel("step")
         axes.grid(alpha=0.25)
         axes.spines[["top", "right"]].set_visible(False)

@@ -74,11 +74,11 @@ pub struct SamplingTask<'a> {
     pub logprobs_of: &'a [u32],
     /// The distribution that these and the rank are of.
     pub top_of: Distribution,
-    /// What to give beside the log-probabilities.
+    /// Further values to give beside the log-probabilities.
     pub returns: TaskReturns,
 }
 
-/// What a task asks for beside tokens and their log-probabilities.
+/// Further values that a task asks for beside tokens and their log-probabilities.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct TaskReturns {
     /// The entropies of both distributions.
@@ -166,7 +166,7 @@ pub struct TokenLogprobs {
     pub returned: Option<Box<TokenReturns>>,
 }
 
-/// The answers to [`TaskReturns`] at one position. What is not asked for has its default.
+/// The answers to [`TaskReturns`] at one position. A value that is not asked for has its default.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct TokenReturns {
     /// Entropy of the model's own distribution, in nats.

@@ -43,21 +43,21 @@ impl Adapters {
         self.resident.iter().map(status).collect()
     }
 
-    /// Generation of the adapter that has this name now.
+    /// Generation of the adapter that has this name now, which `field` of a message has named.
     ///
     /// # Errors
     /// `NotFound` with the names of the resident adapters.
-    pub fn find<X: Executor>(&self, core: &EngineCore<X>, name: &str) -> Result<u64> {
+    pub fn find<X: Executor>(&self, core: &EngineCore<X>, field: &str, name: &str) -> Result<u64> {
         let found = self.named(name).map(|resident| resident.status.generation);
-        found.ok_or_else(|| Error::NotFound(format!("adapter: {name:?} is not resident ({})", self.describe(core))))
+        found.ok_or_else(|| Error::NotFound(format!("{field}: {name:?} is not resident ({})", self.describe(core))))
     }
 
-    /// Generation of the adapter that a request names, and is about to use.
+    /// Generation of the adapter that `field` of a request names, and that it is about to use.
     ///
     /// # Errors
     /// `NotFound` with the names of the resident adapters.
-    pub fn find_for_use<X: Executor>(&mut self, core: &EngineCore<X>, name: &str) -> Result<u64> {
-        let generation = self.find(core, name)?;
+    pub fn find_for_use<X: Executor>(&mut self, core: &EngineCore<X>, field: &str, name: &str) -> Result<u64> {
+        let generation = self.find(core, field, name)?;
         self.uses += 1;
         let used = self.resident.iter_mut().find(|resident| resident.status.generation == generation);
         used.expect("it was found").status.last_use = self.uses;
@@ -139,7 +139,7 @@ impl Adapters {
     ) {
         let check = || {
             core.check_serving()?;
-            check_generation(name, self.find(core, name)?, expected_generation)
+            check_generation(name, self.find(core, "adapter", name)?, expected_generation)
         };
         match check() {
             Err(error) => reply(Err(error)),
@@ -222,8 +222,8 @@ impl Adapters {
             let named = self.resident.iter().filter(|resident| resident.is_named(name)).count();
             assert!(named <= 1, "{named} adapters are named {name:?}");
         }
-        let leasing = core.requests.keys(|_, request| request.adapter().is_some()).len();
-        assert_eq!(leases, leasing, "requests that use a resident adapter");
+        let leasing = core.requests.iter().map(|request| request.adapters().len()).sum::<usize>();
+        assert_eq!(leases, leasing, "leases of requests on resident adapters");
     }
 
     fn named(&self, name: &str) -> Option<&Resident> {

@@ -7,7 +7,8 @@ use super::adapters::Adapters;
 use super::command::{AbortReply, AbortTarget};
 use super::core::{Ending, EngineCore, shutting_down};
 use super::request::{GenerateCommand, RequestList, ValidRequest};
-use super::request_state::{RequestState, Requests};
+use super::request_state::RequestState;
+use super::requests::Requests;
 use crate::cache::CacheSalt;
 use crate::error::{Error, Result};
 use crate::executor::Executor;
@@ -88,9 +89,9 @@ impl Admission {
         key: RequestKey,
         mut request: RequestState,
     ) {
-        let accepted = check_policy(core, adapters, request.request()).and_then(|adapter| {
+        let accepted = check_policy(core, adapters, request.request()).and_then(|(adapter, references)| {
             let salt = CacheSalt { epoch: core.policy.epoch(), adapter };
-            core.scheduler.add(request.accept(key, salt, self.tokenizer.as_ref()))
+            core.scheduler.add(request.accept(key, salt, references, self.tokenizer.as_ref()))
         });
         match accepted {
             Ok(()) => core.requests.insert(key, request),
@@ -103,7 +104,8 @@ impl Admission {
         for key in self.held.keys(|_, request| request.cancel().is_expired()) {
             // It ends like an accepted request, with samples that have no tokens.
             let mut request = self.held.remove(key).expect("its key was just found");
-            request.accept(key, CacheSalt { epoch: core.policy.epoch(), adapter: None }, self.tokenizer.as_ref());
+            let salt = CacheSalt { epoch: core.policy.epoch(), adapter: None };
+            request.accept(key, salt, Vec::new(), self.tokenizer.as_ref());
             core.close(key, request, Ending::Aborted);
         }
         for key in self.held.keys(|_, request| request.cancel().is_cancelled()) {
@@ -172,19 +174,26 @@ fn wants_newer<X: Executor>(core: &EngineCore<X>, request: &RequestState) -> boo
     if_weight_version.is_none() && min_weight_version.is_some_and(|version| version > core.policy.version())
 }
 
-/// Checks that the request allows the serving policy, and returns the generation of the adapter that it names.
+/// Checks that the request allows the serving policy, and returns the generations of the adapter that it names and of
+/// those of its references.
 fn check_policy<X: Executor>(
     core: &EngineCore<X>,
     adapters: &mut Adapters,
     request: &ValidRequest,
-) -> Result<Option<u64>> {
+) -> Result<(Option<u64>, Vec<Option<u64>>)> {
     let have = core.policy.version();
     if let Some(wanted) = request.if_weight_version.filter(|&wanted| wanted != have) {
         return Err(Error::VersionConflict(format!(
             "if_weight_version: {wanted} is not the policy that serves; that is version {have}"
         )));
     }
-    request.adapter.as_deref().map(|name| adapters.find_for_use(core, name)).transpose()
+    let mut find = |field: &str, name: &Option<String>| {
+        name.as_deref().map(|name| adapters.find_for_use(core, field, name)).transpose()
+    };
+    let adapter = find("adapter", &request.adapter)?;
+    let references = request.references.iter().enumerate();
+    let references = references.map(|(i, name)| find(&format!("returns.references[{i}]"), name));
+    Ok((adapter, references.collect::<Result<_>>()?))
 }
 
 /// Suspends the accepted requests whose readers lag, and resumes those whose readers have caught up. If memory for

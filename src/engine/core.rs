@@ -8,7 +8,8 @@ use std::time::Instant;
 use super::command::{LifecycleStatus, Reply, RunningPolicy};
 use super::lifecycle::State;
 use super::policy::{Policy, TowerChange};
-use super::request_state::{RequestState, Requests};
+use super::request_state::RequestState;
+use super::requests::Requests;
 use super::telemetry::Telemetry;
 use crate::clock::Clock;
 use crate::error::{Error, Result, panic_message};
@@ -260,7 +261,7 @@ impl<X: Executor> EngineCore<X> {
 
     /// Number of accepted requests that use the resident adapter of this generation.
     pub fn leases(&self, generation: u64) -> usize {
-        self.requests.keys(|_, request| request.adapter() == Some(generation)).len()
+        self.requests.keys(|_, request| request.uses(generation)).len()
     }
 
     /// Takes an accepted request out and frees its blocks and its places in queues.

@@ -46,6 +46,8 @@ mod open_update;
 mod policy;
 mod request;
 mod request_state;
+mod requests;
+mod rescoring;
 mod sleep;
 mod step;
 mod telemetry;
@@ -61,8 +63,8 @@ use std::time::{Duration, Instant};
 pub use client::{Activity, BusyGuard, CancelFlag};
 pub use command::*;
 pub use request::{
-    Completion, Event, GenerateCommand, PromptSampling, RequestClient, RequestKind, RequestList, RequestProgress,
-    RequestStatus, Responder, SampleTimes, Summary, TopArrays, ValidRequest,
+    Completion, Event, GenerateCommand, PolicyScore, PromptSampling, RequestClient, RequestKind, RequestList,
+    RequestProgress, RequestStatus, Responder, SampleTimes, Summary, TopArrays, ValidRequest,
 };
 
 pub use self::core::Setup;

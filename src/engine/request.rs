@@ -30,6 +30,11 @@ pub struct ValidRequest {
     /// Sampling of the prompts, by index, to which `params` and `grammar` do not apply. Empty for
     /// [`RequestKind::Score`].
     pub prompt_sampling: BTreeMap<u32, PromptSampling>,
+    /// The policies under which finished samples are scored as well: names of resident adapters, and `None` for the
+    /// policy without one. Empty for [`RequestKind::Score`].
+    pub references: Vec<Option<String>>,
+    /// Whether finished samples are scored under the policy that serves then, if another made some of their tokens.
+    pub scores_current: bool,
     /// The encoding of the most likely tokens, if the reply has them in arrays.
     pub top_arrays: Option<TopArrays>,
     /// How the experts that tokens took are returned, if they are. The server must keep them.
@@ -151,7 +156,8 @@ impl Event {
             Self::PromptDone { logprobs, routing, .. } => logprobs.as_deref().map_or(0, tokens_bytes) + routing.len(),
             Self::Completion(c) => {
                 let text = c.text.as_ref().map_or(0, String::len);
-                tokens_bytes(&c.tokens) + size_of_val(&c.weight_versions[..]) + text + c.routing.len()
+                let scores: usize = c.references.iter().chain(&c.current).map(PolicyScore::bytes).sum();
+                tokens_bytes(&c.tokens) + size_of_val(&c.weight_versions[..]) + text + c.routing.len() + scores
             }
             Self::Done(_) | Self::Failed(_) => 0,
         };
@@ -183,6 +189,24 @@ pub struct Completion {
     /// The experts of `tokens` without the last one, which is not run: those in the step that sampled the token after.
     /// Empty unless `return_routing` is set.
     pub routing: Vec<u8>,
+    /// The scores of `tokens` under [`ValidRequest::references`], in their order; empty if there was no time for them.
+    pub references: Vec<PolicyScore>,
+    /// The score of `tokens` under the policy that served last, if [`ValidRequest::scores_current`] asks for it.
+    pub current: Option<PolicyScore>,
+}
+
+/// Log-probabilities of a sample's tokens under one policy.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct PolicyScore {
+    /// Raw and processed, for each token.
+    pub logprobs: Vec<(f32, f32)>,
+    pub weight_version: WeightVersion,
+}
+
+impl PolicyScore {
+    fn bytes(&self) -> usize {
+        size_of::<Self>() + size_of_val(&self.logprobs[..])
+    }
 }
 
 /// Times of a sample that has tokens.

@@ -1,6 +1,6 @@
-//! The requests that have not ended: the state of their samples, their events, and their ids.
+//! A request that has not ended: the state of its samples, and its events.
 
-use std::collections::{BTreeMap, HashMap};
+use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 use std::time::Instant;
 
@@ -9,6 +9,7 @@ use super::request::{
     Completion, Event, GenerateCommand, RequestClient, RequestKind, RequestProgress, RequestStatus, SampleTimes,
     Summary, ValidRequest, tokens_bytes,
 };
+use super::rescoring::{FinishedSample, Rescoring, Start};
 use super::text::{FinishedText, SampleText};
 use crate::cache::CacheSalt;
 use crate::error::Error;
@@ -37,6 +38,8 @@ pub(super) struct RequestState {
     tokens: u64,
     /// The samples that have not ended.
     samples: BTreeMap<SampleKey, Sample>,
+    /// The samples that have ended and wait for scores, if the request asks for some.
+    rescoring: Option<Rescoring>,
     /// Number of prompts that remain to be scored.
     scores_left: usize,
     summary: Summary,
@@ -108,6 +111,7 @@ impl RequestState {
             begun: false,
             tokens: 0,
             samples: BTreeMap::new(),
+            rescoring: None,
             scores_left: 0,
             summary: Summary { prompt_tokens, ..Summary::default() },
             begun_at: None,
@@ -116,13 +120,21 @@ impl RequestState {
         }
     }
 
-    /// Makes the samples, and returns the groups to give to the scheduler.
+    /// Makes the samples, and returns the groups to give to the scheduler. `references` are the generations of the
+    /// adapters of its references.
     ///
     /// # Panics
     /// If it has stop strings or asks for text and there is no tokenizer. The server rejects such requests.
-    pub fn accept(&mut self, key: RequestKey, salt: CacheSalt, tokenizer: Option<&Arc<Tokenizer>>) -> Vec<Group> {
+    pub fn accept(
+        &mut self,
+        key: RequestKey,
+        salt: CacheSalt,
+        references: Vec<Option<u64>>,
+        tokenizer: Option<&Arc<Tokenizer>>,
+    ) -> Vec<Group> {
         (self.is_accepted, self.adapter) = (true, salt.adapter);
         let prompts = std::mem::take(&mut self.request.prompts);
+        self.rescoring = Rescoring::new(key, &prompts, salt.adapter, references, self.request.scores_current);
         if self.request.kind == RequestKind::Score {
             self.scores_left = prompts.len();
         }
@@ -135,7 +147,7 @@ impl RequestState {
                 own.map_or((&self.request.params, &self.request.grammar), |own| (&own.params, &own.grammar));
             let (params, grammar) = (params.clone(), grammar.clone());
             let kind = match self.request.kind {
-                RequestKind::Score => GroupKind::Score,
+                RequestKind::Score => GroupKind::Score { scored_from: 0 },
                 RequestKind::Generate { n, seed, prompt_logprobs, .. } => {
                     // A prompt with its own seed is sampled as if it were the only one.
                     let (seed, index) = own.and_then(|own| own.seed).map_or((seed, prompt_index), |seed| (seed, 0));
@@ -197,8 +209,15 @@ impl RequestState {
         self.request.if_weight_version.is_some_and(|wanted| wanted != version)
     }
 
-    pub fn adapter(&self) -> Option<u64> {
-        self.adapter
+    /// Generations of the resident adapters that it has leases on, each once.
+    pub fn adapters(&self) -> BTreeSet<u64> {
+        self.adapter.into_iter().chain(self.rescoring.iter().flat_map(Rescoring::adapters)).collect()
+    }
+
+    /// Whether it has a lease on the resident adapter of this generation.
+    pub fn uses(&self, generation: u64) -> bool {
+        self.adapter == Some(generation)
+            || self.rescoring.as_ref().is_some_and(|own| own.adapters().any(|used| used == generation))
     }
 
     /// Whether its reader leaves so many events unread that no more steps should run for it now.
@@ -233,7 +252,7 @@ impl RequestState {
             prompts: self.num_prompts,
             prompt_tokens: self.summary.prompt_tokens,
             samples: self.num_samples,
-            open_samples: if self.is_accepted { self.samples.len() } else { self.num_samples },
+            open_samples: if self.is_accepted { self.samples.len() + self.num_waiting() } else { self.num_samples },
             tokens: self.tokens,
             age: now.saturating_duration_since(self.client.arrived),
         }
@@ -272,6 +291,37 @@ impl RequestState {
         if logprobs.is_some() || !routing.is_empty() {
             (self.client.responder)(Event::PromptDone { prompt_index, logprobs, routing, weight_version });
         }
+    }
+
+    /// Takes the scores of a finished sample under another policy, `version`.
+    pub fn rescored(&mut self, group: GroupKey, logprobs: &[TokenLogprobs], version: WeightVersion) {
+        let rescoring = self.rescoring.as_mut().expect("the group is of a finished sample");
+        if let Some(sample) = rescoring.scored(group, logprobs, version) {
+            self.send(sample);
+        }
+    }
+
+    /// Whether a group scores a finished sample.
+    pub fn is_rescored(&self, group: GroupKey) -> bool {
+        group.prompt_index as usize >= self.num_prompts
+    }
+
+    /// Sends the samples that have ended, and returns the groups that others wait for. The policy of this epoch and
+    /// version serves.
+    pub fn rescore(&mut self, epoch: u64, version: WeightVersion) -> Vec<Group> {
+        let mut groups = Vec::new();
+        for start in self.rescoring.as_mut().map_or_else(Vec::new, |rescoring| rescoring.start(epoch, version)) {
+            match start {
+                Start::Done(sample) => self.send(sample),
+                Start::Run(scored) => groups.extend(scored),
+            }
+        }
+        groups
+    }
+
+    /// Number of samples that have ended and wait for scores.
+    fn num_waiting(&self) -> usize {
+        self.rescoring.as_ref().map_or(0, Rescoring::num_waiting)
     }
 
     /// Whether a sample has not ended.
@@ -340,7 +390,7 @@ impl RequestState {
 
     /// Whether only the terminal event is missing.
     pub fn is_done(&self) -> bool {
-        self.samples.is_empty() && self.scores_left == 0
+        self.samples.is_empty() && self.scores_left == 0 && self.num_waiting() == 0
     }
 
     /// Ends samples that still run as aborted, and sends the terminal event at time `now`.
@@ -348,6 +398,9 @@ impl RequestState {
         let is_aborted = !self.is_done();
         for (key, sample) in std::mem::take(&mut self.samples) {
             self.complete(key, sample, FinishReason::Aborted, now);
+        }
+        for sample in self.rescoring.take().map_or_else(Vec::new, |mut rescoring| rescoring.give_up()) {
+            self.send(sample);
         }
         let took = now.saturating_duration_since(self.client.arrived);
         self.summary.seconds = took.as_secs_f64();
@@ -376,6 +429,7 @@ impl RequestState {
         });
     }
 
+    /// Counts a sample that ends `now`, and sends it unless it waits for scores.
     fn complete(&mut self, key: SampleKey, sample: Sample, finish_reason: FinishReason, now: Instant) {
         self.count(&sample, finish_reason, now);
         self.summary.completion_tokens += sample.tokens.len() as u64;
@@ -384,9 +438,7 @@ impl RequestState {
             let first_token = first.saturating_duration_since(begun);
             self.summary.times = Some(SampleTimes { queued, first_token, decoded: last - first });
         }
-        // From here on the backlog counts them.
         let held = tokens_bytes(&sample.tokens) + sample.routing.len() + sample.text_bytes() + sample.grammar_bytes;
-        self.client.charge.shrink(held as u64);
         let (prompt_index, sample_index) = (key.group.prompt_index, key.sample_index);
         let text = sample.text.and_then(|text| text.finish(finish_reason == FinishReason::StopString));
         if self.streams_tokens()
@@ -394,7 +446,7 @@ impl RequestState {
         {
             (self.client.responder)(Event::Text { prompt_index, sample_index, text: rest.to_owned() });
         }
-        (self.client.responder)(Event::Completion(Completion {
+        let completion = Completion {
             prompt_index,
             sample_index,
             tokens: sample.tokens,
@@ -404,79 +456,21 @@ impl RequestState {
             seed: sample.seed,
             cached_tokens: sample.cached_tokens,
             routing: sample.routing,
-        }));
-    }
-}
-
-/// Requests in the order of their arrival, which is the order of their keys.
-#[derive(Default)]
-pub(super) struct Requests {
-    requests: BTreeMap<RequestKey, RequestState>,
-    keys: HashMap<String, RequestKey>,
-}
-
-impl Requests {
-    pub fn insert(&mut self, key: RequestKey, request: RequestState) {
-        self.keys.insert(request.id().into(), key);
-        self.requests.insert(key, request);
-    }
-
-    pub fn remove(&mut self, key: RequestKey) -> Option<RequestState> {
-        let request = self.requests.remove(&key)?;
-        self.keys.remove(request.id());
-        Some(request)
-    }
-
-    pub fn find(&self, id: &str) -> Option<RequestKey> {
-        self.keys.get(id).copied()
-    }
-
-    /// The request with this id, if `caller` may end it.
-    pub fn find_for(&self, id: &str, caller: Option<Owner>) -> Option<RequestKey> {
-        self.find(id).filter(|key| may_end(caller, &self.requests[key]))
-    }
-
-    /// Ids of the requests that `caller` may end, the oldest first.
-    pub fn ids_for(&self, caller: Option<Owner>) -> impl Iterator<Item = String> {
-        self.iter().filter(move |request| may_end(caller, request)).map(|request| request.id().to_owned())
-    }
-
-    pub fn get(&self, key: RequestKey) -> Option<&RequestState> {
-        self.requests.get(&key)
-    }
-
-    pub fn get_mut(&mut self, key: RequestKey) -> Option<&mut RequestState> {
-        self.requests.get_mut(&key)
-    }
-
-    /// All requests, the oldest first.
-    pub fn iter(&self) -> impl Iterator<Item = &RequestState> {
-        self.requests.values()
-    }
-
-    /// Keys of the requests for which `which` is true, the oldest first.
-    pub fn keys(&self, which: impl Fn(RequestKey, &RequestState) -> bool) -> Vec<RequestKey> {
-        self.requests.iter().filter(|(key, request)| which(**key, request)).map(|(key, _)| *key).collect()
-    }
-
-    pub fn is_empty(&self) -> bool {
-        self.requests.is_empty()
-    }
-
-    pub fn len(&self) -> usize {
-        self.requests.len()
-    }
-
-    /// Asserts that each request can be found by its id.
-    pub fn check_integrity(&self) {
-        assert_eq!(self.keys.len(), self.requests.len(), "ids of requests");
-        for (key, request) in &self.requests {
-            assert_eq!(self.find(request.id()), Some(*key), "the request with the id {:?}", request.id());
+            references: Vec::new(),
+            current: None,
+        };
+        let own = self.request.prompt_sampling.get(&prompt_index);
+        let params = own.map_or(&self.request.params, |own| &own.params).clone();
+        let sample = FinishedSample { completion, params, held: held as u64 };
+        match &mut self.rescoring {
+            Some(rescoring) if finish_reason != FinishReason::Aborted => rescoring.push(sample),
+            _ => self.send(sample),
         }
     }
-}
 
-/// Whether `caller` may end a request; a caller of `None` may end all.
-fn may_end(caller: Option<Owner>, request: &RequestState) -> bool {
-    caller.is_none() || caller == request.owner()
+    fn send(&mut self, FinishedSample { completion, held, .. }: FinishedSample) {
+        // From here on the backlog counts them.
+        self.client.charge.shrink(held);
+        (self.client.responder)(Event::Completion(completion));
+    }
 }

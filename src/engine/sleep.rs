@@ -55,7 +55,7 @@ impl Sleep {
         let started = core.clock.now();
         core.telemetry.enter(Phase::Sleep);
         if level == SleepLevel::Two {
-            core.abort_accepted(|_, request| request.adapter().is_some());
+            core.abort_accepted(|_, request| !request.adapters().is_empty());
             adapters.drop_all(core)?;
         }
         core.scheduler.release_all();

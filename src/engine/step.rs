@@ -120,9 +120,12 @@ fn emit_one<X: Executor>(core: &mut EngineCore<X>, outcome: Outcome, version: We
         }
         return;
     };
-    let scheduler = &mut core.scheduler;
+    let (scheduler, policy) = (&mut core.scheduler, &core.policy);
     let mut failed = None;
     let taken = catch_unwind(AssertUnwindSafe(|| match outcome {
+        Outcome::PromptDone { group, logprobs, .. } if request.is_rescored(group) => {
+            request.rescored(group, &logprobs.unwrap_or_default(), version);
+        }
         Outcome::PromptDone { group, cached_tokens, logprobs, routing } => {
             request.prompt_done(group, cached_tokens, logprobs, routing, version);
         }
@@ -134,6 +137,8 @@ fn emit_one<X: Executor>(core: &mut EngineCore<X>, outcome: Outcome, version: We
                 // The scheduler knows no text, so it cannot see a stop string.
                 scheduler.finish(sample);
             }
+            let following = request.rescore(policy.epoch(), policy.version());
+            scheduler.add_following(following, request.is_suspended());
         }
         Outcome::GrammarFailed { sample, error } => {
             let field = format!("{}.structured_outputs", request.sampling_field(sample.group.prompt_index));

@@ -31,8 +31,8 @@ pub enum GroupKind {
     /// One sample per seed, of which there is at least one; with `prompt_logprobs`, the prompt's log-probabilities too.
     /// Without, those of the tokens beside which [`Prompt::logprob_token_ids`] are reported.
     Sample { seeds: Vec<u64>, prompt_logprobs: bool },
-    /// The log-probabilities of the prompt's tokens, and no samples.
-    Score,
+    /// The log-probabilities of the prompt's tokens that follow those from `scored_from` on, and no samples.
+    Score { scored_from: usize },
 }
 
 impl Group {
@@ -40,14 +40,14 @@ impl Group {
     pub fn num_samples(&self) -> usize {
         match &self.kind {
             GroupKind::Sample { seeds, .. } => seeds.len(),
-            GroupKind::Score => 1,
+            GroupKind::Score { .. } => 1,
         }
     }
 
     pub(super) fn samples(&self) -> impl Iterator<Item = SampleKey> {
         let n = match &self.kind {
             GroupKind::Sample { seeds, .. } => seeds.len() as u32,
-            GroupKind::Score => 0,
+            GroupKind::Score { .. } => 0,
         };
         let group = self.key;
         (0..n).map(move |sample_index| SampleKey { group, sample_index })
@@ -68,7 +68,7 @@ pub enum Outcome {
         /// Number of the prompt's tokens whose KV came from the prefix cache. The samples of a group share one lookup.
         cached_tokens: u32,
         /// Log-probabilities of the prompt's last tokens, each given the tokens before it: of all from the second on if
-        /// asked for by `prompt_logprobs` or [`GroupKind::Score`], else of those that have
+        /// asked for by `prompt_logprobs`, of those that [`GroupKind::Score`] asks for, else of those that have
         /// [`Prompt::logprob_token_ids`]. `None` if there are none.
         logprobs: Option<Vec<TokenLogprobs>>,
         /// The experts of the prompt's tokens, of which a scored prompt does not run the last. Empty if not asked for.

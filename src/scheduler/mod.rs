@@ -179,6 +179,20 @@ impl Scheduler {
         Ok(())
     }
 
+    /// Queues groups that follow from others of the same request, which may be suspended. The queue has no limit for
+    /// them: their request was accepted with them. Each must fit into the context and the cache.
+    pub fn add_following(&mut self, groups: Vec<Group>, is_suspended: bool) {
+        for group in groups {
+            debug_assert!(self.check_fits(&group).is_ok(), "{:?} does not fit", group.key);
+            let request = group.key.request;
+            self.live_samples += group.num_samples();
+            self.queue.push(group);
+            if is_suspended {
+                self.queue.suspend(request);
+            }
+        }
+    }
+
     /// Checks that `asked` more samples may wait, where `held` samples already wait outside of the scheduler.
     ///
     /// # Errors
@@ -200,7 +214,7 @@ impl Scheduler {
         if len == 0 {
             return Err(Error::invalid(field(), "is empty; give at least one token"));
         }
-        let room = usize::from(!matches!(group.kind, GroupKind::Score));
+        let room = usize::from(!matches!(group.kind, GroupKind::Score { .. }));
         if len + room > max_len {
             let most = max_len - room;
             return Err(Error::invalid(field(), format!("has {len} tokens; at most {most} fit into the context")));
@@ -214,7 +228,7 @@ impl Scheduler {
             }
         }
         let most_tokens = match group.kind {
-            GroupKind::Score => len,
+            GroupKind::Score { .. } => len,
             GroupKind::Sample { .. } => (len + group.params.max_tokens as usize).min(max_len),
         };
         let (needed, total) = (self.cache.blocks_for(most_tokens), self.cache.counts().total);

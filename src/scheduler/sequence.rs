@@ -77,14 +77,14 @@ pub(super) struct PendingToken {
 impl Sequence {
     /// Makes the sequence of a group's sample 0.
     pub fn new(group: Group, block_size: usize) -> Self {
-        let (mut seeds, score_only, wants_all) = match group.kind {
-            GroupKind::Sample { seeds, prompt_logprobs } => (seeds, false, prompt_logprobs),
-            GroupKind::Score => (vec![0], true, true),
+        let has_rows = !group.prompt.logprob_token_ids.is_empty();
+        let (mut seeds, score_only, scored_from) = match group.kind {
+            GroupKind::Sample { seeds, prompt_logprobs: true } => (seeds, false, Some(0)),
+            GroupKind::Sample { seeds, .. } => (seeds, false, has_rows.then(|| group.prompt.first_with_row())),
+            GroupKind::Score { scored_from } => (vec![0], true, Some(scored_from)),
         };
         assert!(!seeds.is_empty(), "{:?} has no samples", group.key);
         let unforked = seeds.split_off(1);
-        let wants_logprobs = wants_all || !group.prompt.logprob_token_ids.is_empty();
-        let scored_from = if wants_all { 0 } else { group.prompt.first_with_row() };
         let hashes = HashChain::of(group.salt, &group.prompt.tokens, &group.prompt, block_size);
         let thinking = group
             .params
@@ -108,8 +108,8 @@ impl Sequence {
             hashes,
             num_registered: 0,
             mixed: false,
-            prompt_logprobs: wants_logprobs.then(Vec::new),
-            scored_from,
+            prompt_logprobs: scored_from.map(|_| Vec::new()),
+            scored_from: scored_from.unwrap_or(0),
             cached_tokens: None,
             matched: 0,
         }

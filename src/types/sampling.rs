@@ -51,7 +51,7 @@ pub struct SamplingParams {
     pub logprob_token_ids: Arc<[TokenId]>,
     /// The distribution of `top_logprobs`; of the tokens of a prompt that is sampled from, it is always the raw one.
     pub top_logprobs_of: Distribution,
-    /// What is reported beside log-probabilities.
+    /// Further values that are reported beside log-probabilities.
     pub returns: TaskReturns,
 }
 

@@ -8,6 +8,7 @@ mod equalities;
 mod images;
 mod oracle;
 mod parity;
+mod rescoring;
 mod returns;
 mod routing;
 mod speculation;

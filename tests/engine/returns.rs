@@ -1,6 +1,5 @@
-//! Entropies, supports and most likely tokens have the same bits sampled or scored, alone or in a batch, in chunks, from
-//! the cache, with drafts, on one rank or on two; and a trainer's own logits over a support give the processed
-//! log-probabilities.
+//! Entropies, supports and most likely tokens have the same bits sampled or scored, alone or in a batch, in chunks,
+//! from the cache, with drafts, on one rank or on two.
 
 use rollout_server::engine::RequestKind;
 use rollout_server::types::{Distribution, SamplingParams, TaskReturns, TokenId, TokenLogprobs};

@@ -154,6 +154,8 @@ impl World {
             params: asked.params.clone(),
             grammar: None,
             prompt_sampling: BTreeMap::new(),
+            references: Vec::new(),
+            scores_current: false,
             top_arrays: None,
             return_routing: None,
             adapter: asked.adapter.map(|name| name.to_string()),

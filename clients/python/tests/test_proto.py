@@ -43,6 +43,7 @@ def test_descriptors_are_those_of_the_proto_files(tmp_path):
         (types.AbortResult, "AbortResponse"),
         (types.ServerInfo, "GetInfoResponse"),
         (rollout_client.RoutingInfo, "RoutingInfo"),
+        (rollout_client.PolicyScore, "PolicyScore"),
         (status.ServerStatus, "GetStatusResponse"),
         (status.MemoryLedger, "MemoryLedger"),
         (status.OpenUpdate, "OpenUpdate"),

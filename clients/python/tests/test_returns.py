@@ -8,10 +8,13 @@ from dataclasses import fields, replace
 import numpy as np
 import pytest
 
+from models import read_model, read_safetensors
 from rollout_client import (
     Internal,
     InvalidArgument,
+    NotFound,
     PromptLogprobs,
+    PromptTokens,
     Returned,
     Returns,
     Sample,
@@ -165,6 +168,55 @@ def test_a_mask_covers_the_support(served):
         cut.support_mask(VOCABULARY)
     with pytest.raises(InvalidArgument, match=r"ask for Returns\(support=True\)"):
         Returned().support_mask(VOCABULARY)
+
+
+def test_references_and_the_current_policy_score_the_samples(binary):
+    """Each is what `score` says of the sample, under that adapter or version."""
+    state = read_model(FIXTURES / "llama-tied")
+    tuned = FIXTURES / "peft" / "plain"
+    heated = SamplingParams(temperature=0.8)
+    distribution = SamplingParams(temperature=0.8, top_p=0.9, top_k=50)
+    returns = Returns(references=["tuned", None], current=True)
+    with server(binary, FIXTURES / "llama-tied", "--dtype", "float32", "--max-adapters", "2") as client:
+        config = (tuned / "adapter_config.json").read_text()
+        client.push_lora(read_safetensors(tuned / "adapter_model.safetensors"), config, name="tuned")
+        long = replace(SAMPLING, max_tokens=400)
+        with client.generate_stream(PROMPTS, 2, long, stream_tokens=True, return_text=False, returns=returns) as stream:
+            events = [next(stream) for _ in range(40)]
+            client.push_full({name: array * 0.9 for name, array in state.items()}, version=7)
+            events.extend(stream)
+        found = [event for event in events if isinstance(event, Sample)]
+        prompts = {event.prompt_index: event.token_ids for event in events if isinstance(event, PromptTokens)}
+        assert len(found) == 2 * len(PROMPTS)
+        assert any(len(sample.weight_versions) == 2 for sample in found), "no sample ran during the push"
+        for sample in found:
+            first = len(prompts[sample.prompt_index])
+            sequence = [*prompts[sample.prompt_index], *sample.token_ids]
+            expected = [
+                client.score([sequence], sampling=heated, adapter="tuned")[0],
+                client.score([sequence], sampling=heated)[0],
+                client.score([sequence], sampling=distribution)[0],
+            ]
+            for given, score in zip([*sample.references, sample.current], expected, strict=True):
+                assert given.weight_version == score.weight_version == 7
+                assert given.raw_logprobs.tobytes() == np.float32(score.raw_logprobs[first:]).tobytes()
+                assert given.logprobs.tobytes() == np.float32(score.logprobs[first:]).tobytes()
+
+
+def test_policies_that_cannot_score_are_rejected(served):
+    with pytest.raises(NotFound, match=r"returns.references\[1\]: .*'nobody' is not resident"):
+        served.generate([[1]], returns=Returns(references=[None, "nobody"]), return_text=False)
+    with pytest.raises(InvalidArgument, match=r"returns.references\[1\]: '' is there twice"):
+        served.generate([[1]], returns=Returns(references=[None, None]), return_text=False)
+    with pytest.raises(InvalidArgument, match=r"returns.references: expected a list of names, got 'one'"):
+        served.generate([[1]], returns=Returns(references="one"), return_text=False)
+    penalty = SamplingParams(presence_penalty=0.5)
+    with pytest.raises(InvalidArgument, match=r"returns.current: cannot be combined with repetition_penalty"):
+        served.generate([[1]], sampling=penalty, returns=Returns(current=True), return_text=False)
+    with pytest.raises(InvalidArgument, match=r"returns.references: Score has none"):
+        served.score([[1, 2]], returns=Returns(references=[None]))
+    with pytest.raises(InvalidArgument, match=r"returns.current: Score is always under the policy that serves"):
+        served.score([[1, 2]], returns=Returns(current=True))
 
 
 @pytest.mark.parametrize(

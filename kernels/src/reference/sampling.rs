@@ -25,7 +25,7 @@ pub(super) fn answer(logits: &[f32], task: &SamplingTask<'_>) -> TokenLogprobs {
     TokenLogprobs { token, raw: raw(token), processed: processed(token), top, rank, returned }
 }
 
-/// What the task asks for beside log-probabilities. `kept` are the tokens that have the `probabilities`.
+/// The values that the task asks for beside log-probabilities. `kept` are the tokens that have the `probabilities`.
 fn returned(
     logits: &[f64],
     probabilities: &[f64],

@@ -102,6 +102,8 @@ pub fn ask(id: &str, prompt: usize, max_tokens: u32) -> (GenerateCommand, Asked)
         params: Arc::new(SamplingParams { max_tokens, ..SamplingParams::default() }),
         grammar: None,
         prompt_sampling: BTreeMap::new(),
+        references: Vec::new(),
+        scores_current: false,
         top_arrays: None,
         return_routing: None,
         adapter: None,

@@ -151,6 +151,8 @@ impl Fixture {
             params: Arc::new(params),
             grammar: None,
             prompt_sampling: BTreeMap::new(),
+            references: Vec::new(),
+            scores_current: false,
             top_arrays: None,
             return_routing: None,
             adapter: None,

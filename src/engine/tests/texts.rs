@@ -26,7 +26,7 @@ fn tell(text: &str, stop: &str, finish: Option<FinishReason>, (stream_tokens, re
     command.request.kind = RequestKind::Generate { n: 1, seed: 1, prompt_logprobs: false, stream_tokens, return_text };
     let key = RequestKey(1);
     let mut request = RequestState::new(command, &Arc::default());
-    request.accept(key, CacheSalt::default(), Some(&tokenizer));
+    request.accept(key, CacheSalt::default(), Vec::new(), Some(&tokenizer));
     let sample = SampleKey { group: GroupKey { request: key, prompt_index: 0 }, sample_index: 0 };
     let tokens = tokenizer.encode(text, false).unwrap();
     for (i, &token) in tokens.iter().enumerate() {

@@ -391,9 +391,13 @@ impl Harness {
         match outcome {
             Outcome::PromptDone { group, cached_tokens, logprobs, routing } => {
                 let Group { kind, prompt, returns_routing, .. } = &self.groups[&group];
-                let is_score = *kind == GroupKind::Score;
+                let is_score = matches!(kind, GroupKind::Score { .. });
                 let wants_all = is_score || matches!(kind, GroupKind::Sample { prompt_logprobs: true, .. });
-                let first = if wants_all { 0 } else { prompt.first_with_row() };
+                let first = match kind {
+                    GroupKind::Score { scored_from } => *scored_from,
+                    _ if wants_all => 0,
+                    _ => prompt.first_with_row(),
+                };
                 let computed = if is_score { (prompt.tokens.len() - 1).max(1) } else { prompt.tokens.len() };
                 let states = prompt_states(&self.groups[&group]).take(if *returns_routing { computed } else { 0 });
                 assert_eq!(routing, states.flat_map(u64::to_le_bytes).collect::<Vec<_>>(), "{group:?}: its experts");

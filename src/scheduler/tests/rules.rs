@@ -27,7 +27,7 @@ fn prompt(len: usize) -> Vec<TokenId> {
 }
 
 fn scored(key: GroupKey, len: usize) -> Group {
-    Group { kind: GroupKind::Score, ..group(key, &prompt(len), 1, 1) }
+    Group { kind: GroupKind::Score { scored_from: 0 }, ..group(key, &prompt(len), 1, 1) }
 }
 
 fn with_prompt_logprobs(mut group: Group) -> Group {

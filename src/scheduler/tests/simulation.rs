@@ -98,20 +98,18 @@ fn random_request(rng: &mut ChaCha8Rng, request: u64) -> Vec<Group> {
     let score = rng.random_bool(0.2);
     let returns_routing = rng.random_bool(0.5);
     (0..rng.random_range(1..=4))
-        .map(|prompt_index| Group {
-            key: key(request, prompt_index),
-            prompt: random_prompt(rng, if score { MAX_MODEL_LEN } else { MAX_MODEL_LEN - 1 }),
-            params: Arc::clone(&params),
-            salt,
-            grammar: None,
-            returns_routing,
-            kind: if score {
-                GroupKind::Score
+        .map(|prompt_index| {
+            let prompt = random_prompt(rng, if score { MAX_MODEL_LEN } else { MAX_MODEL_LEN - 1 });
+            let kind = if score {
+                let scored_from = if rng.random() { 0 } else { rng.random_range(0..prompt.tokens.len()) };
+                GroupKind::Score { scored_from }
             } else {
                 let (n, seed) = (rng.random_range(1..=8), rng.random());
                 let seeds = (0..n).map(|i| sample_seed(seed, prompt_index, i)).collect();
                 GroupKind::Sample { seeds, prompt_logprobs: rng.random_bool(0.25) }
-            },
+            };
+            let (key, params) = (key(request, prompt_index), Arc::clone(&params));
+            Group { key, prompt, params, salt, grammar: None, returns_routing, kind }
         })
         .collect()
 }
@@ -216,7 +214,7 @@ fn alone(group: &Group, sample_index: usize, repeats: bool) -> GroupResult {
 
 fn compare_with_alone(group: &Group, result: &GroupResult, repeats: bool) {
     assert!(result.done != result.aborted, "{:?} has ended once", group.key);
-    if group.kind == GroupKind::Score && result.done {
+    if matches!(group.kind, GroupKind::Score { .. }) && result.done {
         assert_eq!(result.prompt_logprobs, alone(group, 0, repeats).prompt_logprobs);
     }
     for (i, sample) in result.samples.iter().enumerate() {

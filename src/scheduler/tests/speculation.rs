@@ -120,7 +120,10 @@ fn a_step_with_a_prompt_in_it_has_no_room_for_drafts() {
     harness.step();
     assert!(drafts(&harness.step()) > 0);
     harness
-        .add(vec![group(key(1, 0), &[1; 9], 3, 9), Group { kind: GroupKind::Score, ..cyclic(key(1, 1), 1, 1) }])
+        .add(vec![
+            group(key(1, 0), &[1; 9], 3, 9),
+            Group { kind: GroupKind::Score { scored_from: 0 }, ..cyclic(key(1, 1), 1, 1) },
+        ])
         .expect("room");
     assert_eq!(rows(&harness.step()), [1, 9, 10]);
 }

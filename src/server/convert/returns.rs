@@ -1,6 +1,6 @@
-//! What requests want beside log-probabilities, and the lists of most likely tokens.
+//! Further values that requests ask for beside log-probabilities, and the lists of most likely tokens.
 
-use super::{ModelFacts, check_most, check_top_logprobs, pb};
+use super::{MAX_ADAPTER_NAME_BYTES, ModelFacts, check_length, check_most, check_top_logprobs, pb};
 use crate::engine::TopArrays;
 use crate::error::{Error, Result};
 use crate::types::{Distribution, SamplingParams, TaskReturns};
@@ -12,6 +12,8 @@ const DEFAULT_SUPPORT_IDS: u32 = 4096;
 const MAX_SUPPORT_IDS: u32 = 65_536;
 /// Most likely tokens of `returns.top`: 8 KiB for each token.
 const MAX_TOP: u32 = 1024;
+/// Most policies under which a sample is scored: each is one more forward pass over it.
+const MAX_REFERENCES: usize = 8;
 
 /// The checked fields of a request.
 pub(super) struct Returns {
@@ -19,13 +21,40 @@ pub(super) struct Returns {
     pub top_logprobs: u32,
     pub top_logprobs_of: Distribution,
     pub top_arrays: Option<TopArrays>,
+    pub references: Vec<Option<String>>,
+    pub current: bool,
 }
 
 impl Returns {
+    /// Lists of most likely tokens, and nothing else.
+    fn of_lists(top_logprobs: u32, top_logprobs_of: Distribution) -> Self {
+        let (task, references) = (TaskReturns::default(), Vec::new());
+        Self { task, top_logprobs, top_logprobs_of, top_arrays: None, references, current: false }
+    }
+
     /// The sampling parameters with these.
     pub(super) fn applied(&self, params: SamplingParams) -> SamplingParams {
         let Self { task, top_logprobs, top_logprobs_of, .. } = *self;
         SamplingParams { top_logprobs, top_logprobs_of, returns: task, ..params }
+    }
+
+    /// Checks that a Score of a sample with these parameters has the distribution that its tokens are drawn from, if
+    /// the request asks for one.
+    pub(super) fn check_current(&self, params: &SamplingParams, has_grammar: bool) -> Result<()> {
+        let unscored = [
+            ("repetition_penalty, presence_penalty or frequency_penalty", params.needs_history()),
+            ("min_tokens", params.min_tokens > 0),
+            ("bad_words", !params.bad_words.is_empty()),
+            ("structured_outputs", has_grammar),
+        ];
+        match unscored.iter().find(|(_, is_set)| self.current && *is_set) {
+            None => Ok(()),
+            Some((name, _)) => {
+                let message =
+                    format!("cannot be combined with {name}, which Score does not know; leave one of them out");
+                Err(Error::invalid("returns.current", message))
+            }
+        }
     }
 }
 
@@ -43,6 +72,8 @@ pub(super) fn for_score(request: &pb::ScoreRequest, model: &ModelFacts) -> Resul
     let returns = returns(request.returns.as_ref(), request.top_logprobs, Distribution::Raw, model)?;
     let mixed = returns.top_logprobs_of == Distribution::Processed && !request.logprob_token_ids.is_empty();
     ensure!(!mixed, "returns.top_of", "PROCESSED cannot be combined with logprob_token_ids, which are RAW; use RAW");
+    ensure!(returns.references.is_empty(), "returns.references", "Score has none; call it with each adapter");
+    ensure!(!returns.current, "returns.current", "Score is always under the policy that serves; leave it unset");
     Ok(returns)
 }
 
@@ -54,7 +85,7 @@ fn returns(
 ) -> Result<Returns> {
     check_top_logprobs(top_logprobs, model)?;
     let Some(given) = given else {
-        return Ok(Returns { task: TaskReturns::default(), top_logprobs, top_logprobs_of, top_arrays: None });
+        return Ok(Returns::of_lists(top_logprobs, top_logprobs_of));
     };
     let max_ids = given.max_support_ids.unwrap_or(DEFAULT_SUPPORT_IDS);
     check_most("returns.max_support_ids", max_ids as usize, "ids", MAX_SUPPORT_IDS as usize, "ask for fewer")?;
@@ -62,15 +93,29 @@ fn returns(
     ensure!(!unused, "returns.max_support_ids", "means nothing without returns.support; set both or none");
     let task = TaskReturns { entropy: given.entropy, support: given.support.then_some(max_ids) };
     let top_of = distribution("returns.top_of", given.top_of)?;
+    let references = references(&given.references)?;
+    let lists =
+        Returns { task, references, current: given.current, ..Returns::of_lists(top_logprobs, top_logprobs_of) };
     if given.top == 0 {
-        return Ok(Returns { task, top_logprobs, top_logprobs_of, top_arrays: None });
+        return Ok(lists);
     }
     let (top, vocab_size) = (given.top, model.vocab_size);
     ensure!(top_logprobs == 0, "returns.top", "cannot be combined with top_logprobs; ask for one of them");
     ensure!(top <= MAX_TOP, "returns.top", "{top} is more than {MAX_TOP}");
     ensure!(top as usize <= vocab_size, "returns.top", "{top} is more than the vocabulary size {vocab_size}");
     let top_arrays = Some(TopArrays { as_bfloat16: given.top_as_bfloat16 });
-    Ok(Returns { task, top_logprobs: top, top_logprobs_of: top_of, top_arrays })
+    Ok(Returns { top_logprobs: top, top_logprobs_of: top_of, top_arrays, ..lists })
+}
+
+/// The policies that a request names, each once.
+fn references(names: &[String]) -> Result<Vec<Option<String>>> {
+    check_most("returns.references", names.len(), "policies", MAX_REFERENCES, "name fewer")?;
+    for (i, name) in names.iter().enumerate() {
+        let path = || format!("returns.references[{i}]");
+        check_length(path(), name, MAX_ADAPTER_NAME_BYTES)?;
+        ensure!(!names[..i].contains(name), path(), "{name:?} is there twice; name each policy once");
+    }
+    Ok(names.iter().map(|name| (!name.is_empty()).then(|| name.clone())).collect())
 }
 
 fn distribution(field: &str, given: i32) -> Result<Distribution> {

@@ -52,6 +52,7 @@ pub(super) fn for_generate(
         let logprob_token_ids = named.clone();
         let params = params(&given, spares_reasoning, model)?;
         let params = SamplingParams { logprob_token_ids, ..returns.applied(params) };
+        returns.check_current(&params, given.structured_outputs.is_some())?;
         let grammar = given.structured_outputs.map(|outputs| grammars.grammar(outputs, &params, model)).transpose()?;
         Ok(PromptSampling { params: Arc::new(params), grammar, seed: given.seed })
     };

@@ -4,7 +4,7 @@ use std::collections::VecDeque;
 use std::iter::repeat_n;
 
 use super::returned::ReturnedArrays;
-use crate::engine::{Completion, Event, Summary, ValidRequest};
+use crate::engine::{Completion, Event, PolicyScore, Summary, ValidRequest};
 use crate::error::{Error, Result};
 use crate::server::pb;
 use crate::server::replies::Writer;
@@ -59,6 +59,8 @@ impl GenerateWriter {
             text: c.text,
             ranks: self.if_top(|| c.tokens.iter().map(|t| t.rank).collect()),
             returned: self.returned.of(0, &c.tokens),
+            references: c.references.iter().map(policy_score).collect(),
+            current: c.current.as_ref().map(policy_score),
             routing: self
                 .routing
                 .map(|format| routing(&format, self.prompt_tokens[c.prompt_index as usize], c.routing)),
@@ -316,6 +318,11 @@ fn top_logprobs(token: &TokenLogprobs) -> pb::TopLogprobs {
 fn listed(tokens: &[(TokenId, f32)]) -> pb::TopLogprobs {
     let (token_ids, logprobs) = tokens.iter().copied().unzip();
     pb::TopLogprobs { token_ids, logprobs }
+}
+
+fn policy_score(score: &PolicyScore) -> pb::PolicyScore {
+    let (raw_logprobs, logprobs) = score.logprobs.iter().copied().unzip();
+    pb::PolicyScore { weight_version: score.weight_version, raw_logprobs, logprobs }
 }
 
 fn finish_reason(reason: FinishReason) -> pb::FinishReason {

@@ -1,4 +1,4 @@
-//! What a request asks for beside log-probabilities, as the arrays of a reply.
+//! The further values that a request asks for beside log-probabilities, as the arrays of a reply.
 
 use half::bf16;
 
@@ -9,7 +9,7 @@ use crate::types::{TaskReturns, TokenLogprobs};
 /// Stands in a row of most likely tokens where no further token has a probability.
 const NO_TOKEN: u32 = u32::MAX;
 
-/// What the replies to one request have.
+/// The arrays that replies to one request have.
 #[derive(Clone, Copy)]
 pub(super) struct ReturnedArrays {
     returns: TaskReturns,

@@ -95,7 +95,8 @@ pub(super) async fn sample<T, S: Samples, W: FnOnce(&ValidRequest, &Traffic) -> 
     };
     let replies = start(&app.server, received, convert, writer).await?;
     match answer(replies, is_stream, &ignored, &app.server.panics).await {
-        Err(Error::NotFound(_)) => Err(unknown_model(&context, &adapter).await),
+        // Other names that are not found are those of references.
+        Err(Error::NotFound(why)) if why.starts_with("adapter:") => Err(unknown_model(&context, &adapter).await),
         answered => Ok(answered?),
     }
 }

@@ -3,6 +3,7 @@
 use rollout_server::server::pb;
 
 use super::dice::Dice;
+use super::rollout::adapter;
 use super::sampling::VOCABULARY;
 
 /// Fields that are valid where the request names no other tokens, and wrong ones where it is hostile.
@@ -16,7 +17,20 @@ pub fn returns(dice: &mut Dice) -> pb::Returns {
         top: if dice.coin() { 0 } else { dice.between(0, VOCABULARY.min(1024)) },
         top_of: if dice.is_hostile() { dice.below(5) as i32 - 1 } else { dice.below(3) as i32 },
         top_as_bfloat16: dice.coin(),
+        references: Vec::new(),
+        current: false,
     }
+}
+
+/// With the policies under which completions are scored as well.
+pub fn returns_of_completions(dice: &mut Dice) -> pb::Returns {
+    let references = match dice.below(6) {
+        0 => vec![String::new()],
+        1 => vec![adapter(dice)],
+        2 if dice.is_hostile() => vec![adapter(dice); 1 + dice.below(10)],
+        _ => Vec::new(),
+    };
+    pb::Returns { references, current: dice.is_hostile() && dice.coin(), ..returns(dice) }
 }
 
 /// Checks that all arrays have one value or row for each of `tokens` tokens, the first `skipped` of which have none.
@@ -26,7 +40,7 @@ pub fn check(
     tokens: usize,
     skipped: usize,
 ) -> Result<(), String> {
-    let asked = asked.copied().unwrap_or_default();
+    let asked = asked.cloned().unwrap_or_default();
     let none = pb::Returned::default();
     let arrays = returned.unwrap_or(&none);
     let expect = |what: &str, found: usize, asked: bool, each: usize| {

@@ -20,7 +20,7 @@ const IDS: &[&str] = &["", "", "", "a", "b", "c", "d"];
 /// Tokens that a case may make. The client ends a case early that could make more.
 const MOST_TOKENS: u64 = 1_500;
 
-fn adapter(dice: &mut Dice) -> String {
+pub fn adapter(dice: &mut Dice) -> String {
     if dice.one_in(15) { dice.name(&["student", "teacher", "nobody"]) } else { String::new() }
 }
 
@@ -116,9 +116,9 @@ fn prompts(dice: &mut Dice) -> Vec<pb::Prompt> {
 
 fn generate_request(dice: &mut Dice) -> pb::GenerateRequest {
     let most = dice.pick(&[2, 4, 4, 4, 1024]);
-    let returns = dice.one_in(3).then(|| returns::returns(dice));
+    let returns = dice.one_in(3).then(|| returns::returns_of_completions(dice));
     // Both list tokens, and exclude `top`.
-    let lists = dice.is_hostile() || returns.is_none_or(|returns| returns.top == 0);
+    let lists = dice.is_hostile() || returns.as_ref().is_none_or(|returns| returns.top == 0);
     pb::GenerateRequest {
         returns,
         request_id: dice.name(IDS),
@@ -275,6 +275,7 @@ fn check_completion(request: &pb::GenerateRequest, completion: &pb::Completion) 
     }
     check_logprobs(&completion.raw_logprobs)?;
     check_logprobs(&completion.logprobs)?;
+    check_policies(request, completion)?;
     returns::check(request.returns.as_ref(), completion.returned.as_ref(), length, 0)?;
     let prompt = &request.prompts[completion.prompt_index as usize];
     let allowed = sampling_of(request, prompt).map(|s| &s.allowed_token_ids).filter(|allowed| !allowed.is_empty());
@@ -287,6 +288,23 @@ fn check_completion(request: &pb::GenerateRequest, completion: &pb::Completion) 
     let ends = (spans.first().map_or(0, |s| s.start), spans.last().map_or(0, |s| s.end));
     if ends != (0, length as u32) || !spans.windows(2).all(follows) {
         return Err("the versions are not of all tokens".into());
+    }
+    Ok(())
+}
+
+/// Checks the scores under other policies: all that were asked for, or none of a completion that was cut off.
+fn check_policies(request: &pb::GenerateRequest, completion: &pb::Completion) -> Result<(), String> {
+    let asked = request.returns.clone().unwrap_or_default();
+    let scores: Vec<_> = completion.references.iter().chain(&completion.current).collect();
+    let expected = asked.references.len() + usize::from(asked.current);
+    if scores.len() != expected && !scores.is_empty() {
+        return Err(format!("{} scores under {expected} policies", scores.len()));
+    }
+    for score in scores {
+        if [score.raw_logprobs.len(), score.logprobs.len()] != [completion.token_ids.len(); 2] {
+            return Err("a score with other tokens".into());
+        }
+        check_logprobs(&score.raw_logprobs)?;
     }
     Ok(())
 }
@@ -305,7 +323,7 @@ pub fn score(dice: &mut Dice) -> Call {
     let sequences: Vec<_> = (0..dice.between(1, most).min(100)).map(|_| tokens(dice, CONTEXT)).collect();
     let named = if dice.one_in(4) { sequences.len().saturating_sub(usize::from(dice.is_hostile())) } else { 0 };
     let returns = dice.one_in(3).then(|| returns::returns(dice));
-    let lists = dice.is_hostile() || returns.is_none_or(|returns| returns.top == 0);
+    let lists = dice.is_hostile() || returns.as_ref().is_none_or(|returns| returns.top == 0);
     let named = if lists { named } else { 0 };
     let request = pb::ScoreRequest {
         returns,

@@ -182,6 +182,8 @@ pub fn completion_event(sample_index: u32, ids: &[u32], finish_reason: FinishRea
         seed: 5,
         cached_tokens: 0,
         routing: Vec::new(),
+        references: Vec::new(),
+        current: None,
     })
 }
 

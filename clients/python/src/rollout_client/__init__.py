@@ -38,7 +38,7 @@ from .options import (
     ScoreOptions,
 )
 from .process import ServerProcess
-from .returns import Returned, Returns
+from .returns import PolicyScore, Returned, Returns
 from .routing import Routing, RoutingInfo, join_routing
 from .status import MemoryLedger, OpenUpdate, ServerStatus
 from .types import (
@@ -113,6 +113,7 @@ __all__ = [
     "PermissionDenied",
     "PhaseTime",
     "Pixels",
+    "PolicyScore",
     "PromptImage",
     "PromptInput",
     "PromptLogprobs",

@@ -13,7 +13,7 @@ import numpy as np
 
 from . import _proto
 from ._convert_images import image_info, prompt_image, set_images
-from ._convert_returns import distribution, returned, returned_of_parts, set_returns
+from ._convert_returns import distribution, policy_score, returned, returned_of_parts, set_returns
 from ._convert_routing import routing, routing_info, routing_of_parts, set_routing
 from ._convert_sampling import sampling_message, set_sampling_of_prompts
 from ._convert_weights import LIFECYCLES, asleep, open_update
@@ -385,6 +385,8 @@ def _sample(completion: Any) -> Sample:
         ranks=list(completion.ranks),
         routing=_sample_routing(completion),
         returned=returned(completion, len(completion.token_ids)),
+        references=[policy_score(score) for score in completion.references],
+        current=policy_score(completion.current) if completion.HasField("current") else None,
     )
 
 

@@ -1,4 +1,4 @@
-"""Converts what requests return beside log-probabilities, between `returns` and the messages of `rollout.v1`."""
+"""Converts the further values of tokens between `returns` and the messages of `rollout.v1`."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ._fields import set_field
+from ._fields import extend, set_field
 from .errors import Internal, InvalidArgument
-from .returns import Returned, Returns
+from .returns import PolicyScore, Returned, Returns
 
 _DISTRIBUTIONS = {"raw": 1, "processed": 2}
 _DTYPES = {"float32": False, "bfloat16": True}
@@ -35,15 +35,25 @@ def set_returns(field: Any, given: Any) -> None:
     if given.top_dtype not in _DTYPES:
         raise InvalidArgument(f"returns.top_dtype: {given.top_dtype!r} is neither 'float32' nor 'bfloat16'")
     field.top_as_bfloat16 = _DTYPES[given.top_dtype]
+    if isinstance(given.references, str):
+        raise InvalidArgument(f"returns.references: expected a list of names, got {given.references!r}")
+    extend(field.references, [name or "" for name in given.references], "returns.references")
+    set_field(field, "current", given.current, "returns.current")
+
+
+def policy_score(message: Any) -> PolicyScore:
+    """The log-probabilities of a `PolicyScore`."""
+    raw, processed = (np.array(values, dtype=np.float32) for values in (message.raw_logprobs, message.logprobs))
+    return PolicyScore(message.weight_version, raw, processed)
 
 
 def returned(message: Any, tokens: int) -> Returned | None:
-    """What the field `returned` of a message of so many tokens has; None if it is not there."""
+    """The field `returned` of a message of so many tokens; None if it is not set."""
     return returned_of_parts([message], [tokens])
 
 
 def returned_of_parts(messages: Sequence[Any], tokens: Sequence[int]) -> Returned | None:
-    """What consecutive messages, of so many tokens each, have together; None if they have no field `returned`."""
+    """The fields `returned` of consecutive messages, of so many tokens each, joined; None if they are not set."""
     if not messages or not messages[0].HasField("returned"):
         return None
     parts = [message.returned for message in messages]

@@ -42,7 +42,7 @@ class RequestOptions(CallOptions, total=False):
     """For each prompt (of `score`: each sequence) its images, in the order of their placeholders; None for a prompt
     without. `rollout_client.processed_pixels` makes them as a trainer's processor does; default ()."""
     returns: Returns | None
-    """What else to return for each token, such as entropies: the `returned` of samples and scores; default None."""
+    """Further values of each token, such as entropies: the `returned` of samples and scores; default None."""
     return_routing: bool
     """Also return the experts that tokens took: the `routing` of outputs, samples and scores. The server must have been
     started with `--return-routing`; default False."""

@@ -1,7 +1,8 @@
-"""What a request can return beside log-probabilities: entropies, supports, and many most likely tokens in arrays."""
+"""Further values of each token: entropies, supports, many most likely tokens, scores under other policies."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -16,7 +17,7 @@ NO_TOKEN = 0xFFFFFFFF
 
 @dataclass(frozen=True)
 class Returns:
-    """What to return for each sampled or scored token beside its log-probabilities."""
+    """The further values to return for each sampled or scored token, beside its log-probabilities."""
 
     entropy: bool = False
     """The entropies of the model's own distribution and of the one that tokens are sampled from."""
@@ -32,11 +33,32 @@ class Returns:
     """The distribution of `top` and of the ranks. For the prompts of `generate` it is always `"raw"`."""
     top_dtype: Literal["float32", "bfloat16"] = "float32"
     """How the server sends the log-probabilities of `top`: 8 or 6 bytes an entry with the id."""
+    references: Sequence[str | None] = ()
+    """Policies under which each sample is scored when it has ended, at most 8, each once: names of resident adapters,
+    and None for the policy without an adapter. The samples' `references` have the scores. Not for `score`, which has
+    the option `adapter`."""
+    current: bool = False
+    """Score each sample under the policy that serves when it ends: `Sample.current`, for samples during which a push
+    came. Not for `score`, and not with penalties, `min_tokens`, `bad_words` or `structured_outputs`."""
+
+
+@dataclass(frozen=True)
+class PolicyScore:
+    """Log-probabilities of a sample's `T` tokens under one policy."""
+
+    weight_version: int
+    """The version of the policy."""
+    raw_logprobs: npt.NDArray[np.float32]
+    """`[T]`, under its own distribution, as `Sample.raw_logprobs`."""
+    logprobs: npt.NDArray[np.float32]
+    """`[T]`. Of a reference: under its own distribution at the temperature of the request, or at 1 where that is 0,
+    with nothing else applied. Of the current policy: under the distribution that tokens are sampled from, as
+    `Sample.logprobs`."""
 
 
 @dataclass(frozen=True)
 class Returned:
-    """What `Returns` asked for, one value or row for each of `T` tokens; None or empty where it did not.
+    """The values that `Returns` asked for, one or one row for each of `T` tokens; None or empty where it did not.
 
     A token without log-probabilities (the first of a prompt or sequence) has NaN, no support, and an empty row.
     """

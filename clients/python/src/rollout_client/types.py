@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from .images import ImageInfo, PromptImage
-from .returns import Returned
+from .returns import PolicyScore, Returned
 from .routing import Routing, RoutingInfo
 
 ChatMessage = Mapping[str, Any]
@@ -181,6 +181,11 @@ class Sample:
     """`[T - 1]` tokens from token `P` on: the last one was not run. None unless `return_routing` was requested."""
     returned: Returned | None = None
     """Of `T` tokens; None unless `returns` was requested."""
+    references: list[PolicyScore] = field(default_factory=list)
+    """The scores under `Returns.references`, in their order. Empty if the sample was aborted, or its request ended
+    before they were there."""
+    current: PolicyScore | None = None
+    """The score that `Returns.current` asks for; None where `references` would be empty."""
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ import peft
 import pytest
 import torch
 
-from rollout_client import RolloutClient
+from rollout_client import RolloutClient, SamplingParams
 from serving import REPOSITORY, server
 
 sys.path.append(str(REPOSITORY / "examples"))
@@ -60,6 +60,31 @@ def test_what_is_learnt_with_the_server_is_there_without_it(binary, tiny, tmp_pa
     model.save_pretrained(tmp_path)
     before, after = sampled_reward(tiny), sampled_reward(tiny, tmp_path)
     assert after > before + 0.2, (before, after, [step.reward for step in steps])
+
+
+def test_the_divergence_from_the_base_is_the_servers_and_holds_the_policy_back(binary, tiny):
+    """There is no reference model in the trainer; the server's log-probabilities are those of transformers' base."""
+    moved = {}
+    for kl in (0.01, 5.0):
+        settings = grpo.Settings(steps=12, kl=kl)
+        tokenizer, model = grpo.load(tiny, settings)
+        with server(binary, tiny, "--dtype", "float32", "--max-adapters", "1") as client:
+            client.sleep()
+            steps = grpo.train(client, tokenizer, model, QUESTIONS, settings)
+            prompts = [encode(tokenizer, question) for question in QUESTIONS[:4]]
+            sampling = SamplingParams(max_tokens=6, seed=1)
+            groups = grpo.sample(
+                client, model, prompts, n=2, sampling=sampling, watch=grpo.Stopwatch(), with_reference=True
+            )
+            client.wake()
+        assert_same_policy(steps)
+        batch = grpo.make_batch(prompts, groups, torch.zeros(4, 2))
+        with torch.no_grad(), model.disable_adapter():
+            base = grpo.logprobs(model, batch, 1.0)
+        assert (base - batch.reference_logprobs)[batch.answer].abs().max() < 1e-4
+        assert steps[0].kl < 1e-6 < steps[-1].kl, "the policy begins as the base"
+        moved[kl] = steps[-1].kl
+    assert moved[5.0] < moved[0.01] / 2, moved
 
 
 class HalvedPushes(RolloutClient):

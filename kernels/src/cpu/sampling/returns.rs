@@ -26,7 +26,7 @@ pub struct Processed<'a> {
 }
 
 impl Processed<'_> {
-    /// What the task asks for, if it asks for anything.
+    /// The values that the task asks for, if it asks for any.
     pub fn returns(
         &self,
         raw: &Raw<'_>,
@@ -92,7 +92,7 @@ impl Processed<'_> {
     }
 }
 
-/// What the task asks for where one token, `choice`, is certain. In a `broken` row nothing is a number.
+/// The values that the task asks for where one token, `choice`, is certain. In a `broken` row nothing is a number.
 pub fn of_certain(raw: &Raw<'_>, task: &SamplingTask<'_>, choice: u32, broken: bool) -> Option<Box<TokenReturns>> {
     let value = if broken { f32::NAN } else { 0.0 };
     let ids = |limit| if limit > 0 { vec![choice] } else { Vec::new() };

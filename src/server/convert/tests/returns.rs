@@ -1,4 +1,4 @@
-//! What requests want beside log-probabilities.
+//! Requests for further values beside log-probabilities.
 
 use super::{generate, model, refusal, score};
 use crate::engine::TopArrays;
@@ -27,8 +27,9 @@ fn every_value_arrives_in_generate_and_in_score() {
         top: 100,
         top_of: pb::Distribution::Processed.into(),
         top_as_bfloat16: true,
+        ..Default::default()
     };
-    let requests = [generate(generating(given), &model()).unwrap(), score(scoring(given), &model()).unwrap()];
+    let requests = [generate(generating(given.clone()), &model()).unwrap(), score(scoring(given), &model()).unwrap()];
     for request in requests {
         let params = &request.params;
         assert_eq!(params.returns, TaskReturns { entropy: true, support: Some(65_536) });
@@ -74,7 +75,7 @@ fn wrong_values_are_rejected_by_name() {
     ];
     for (returns, path, message) in cases {
         for (found, text) in
-            [refusal(generate(generating(returns), &model())), refusal(score(scoring(returns), &model()))]
+            [refusal(generate(generating(returns.clone()), &model())), refusal(score(scoring(returns), &model()))]
         {
             assert!(found == path && text.contains(message), "{found}: {text}");
         }
@@ -84,11 +85,11 @@ fn wrong_values_are_rejected_by_name() {
 #[test]
 fn arrays_and_lists_of_likely_tokens_exclude_each_other() {
     let top = pb::Returns { top: 3, ..Default::default() };
-    let request = pb::GenerateRequest { top_logprobs: 3, ..generating(top) };
+    let request = pb::GenerateRequest { top_logprobs: 3, ..generating(top.clone()) };
     assert_eq!(refusal(generate(request, &model())).0, "returns.top");
-    let request = pb::GenerateRequest { logprob_token_ids: vec![4], ..generating(top) };
+    let request = pb::GenerateRequest { logprob_token_ids: vec![4], ..generating(top.clone()) };
     assert_eq!(refusal(generate(request, &model())).0, "returns.top");
-    let request = pb::ScoreRequest { top_logprobs: 3, ..scoring(top) };
+    let request = pb::ScoreRequest { top_logprobs: 3, ..scoring(top.clone()) };
     assert_eq!(refusal(score(request, &model())).0, "returns.top");
     let rows = vec![pb::TokenRows { rows: vec![pb::TokenIds { ids: vec![4] }] }];
     let processed = pb::Returns { top: 3, top_of: pb::Distribution::Processed.into(), ..Default::default() };

@@ -69,6 +69,8 @@ fn completion() -> Completion {
         seed: 77,
         cached_tokens: 2,
         routing: Vec::new(),
+        references: vec![PolicyScore { logprobs: vec![(-1.5, -2.0), (-0.25, -0.5)], weight_version: 5 }],
+        current: Some(PolicyScore { logprobs: vec![(-3.0, -3.5), (-0.75, 0.0)], weight_version: 6 }),
     }
 }
 
@@ -91,6 +93,16 @@ fn expected_completion() -> pb::Completion {
         ranks: Vec::new(),
         routing: None,
         returned: None,
+        references: vec![pb::PolicyScore {
+            weight_version: 5,
+            raw_logprobs: vec![-1.5, -0.25],
+            logprobs: vec![-2.0, -0.5],
+        }],
+        current: Some(pb::PolicyScore {
+            weight_version: 6,
+            raw_logprobs: vec![-3.0, -0.75],
+            logprobs: vec![-3.5, 0.0],
+        }),
     }
 }
 

@@ -10,6 +10,7 @@ use serde::Serialize;
 use utoipa::ToSchema;
 
 use super::logprobs::{ALTERNATIVE, ChatLogprobsWriter, LOGPROB, PromptLogprobs, TokenTexts, most_likely};
+use super::returned::{ReturnOptions, Returned};
 use super::routed_experts::RoutedExperts;
 use super::sampling::{LogprobsMode, Sampling, UsageEvents};
 use crate::engine::{Completion, SampleTimes, Summary};
@@ -44,6 +45,7 @@ pub(in crate::server::http) struct Report {
     pub(super) returns_versions: bool,
     /// Writes the experts of samples; `None` in a stream, and if the server does not keep them.
     pub(in crate::server::http) routed_experts: Option<RoutedExperts>,
+    returns: Option<ReturnOptions>,
     reports_times: bool,
     /// Tokens of a KV block, if usage figures have the parts of prompts.
     cache_block: Option<u64>,
@@ -89,6 +91,9 @@ impl Report {
         if is_stream && sampling.prompt_logprobs.is_some() {
             return Err(Error::invalid("prompt_logprobs", "are not available in a stream; leave out one of the two"));
         }
+        if is_stream && sampling.returns.is_some() {
+            return Err(Error::invalid("returns", "is not available in a stream; leave out one of the two"));
+        }
         Ok(Self {
             model: sampling.model.clone().filter(|name| !name.is_empty()).unwrap_or_else(|| info.model.clone()),
             // Two servers whose bits may differ have different ones.
@@ -107,6 +112,7 @@ impl Report {
             returns_versions: sampling.return_weight_versions.unwrap_or(false),
             routed_experts: RoutedExperts::new(&context.model, sampling.routed_experts_prompt_start)
                 .filter(|_| !is_stream),
+            returns: sampling.returns.clone(),
             reports_times: context.reports_times,
             cache_block: context.reports_prompt_details.then_some(u64::from(info.block_size)),
             writes_ids: sampling.return_tokens_as_token_ids.unwrap_or(context.writes_token_ids),
@@ -208,6 +214,20 @@ impl Report {
         let Some(experts) = &self.routed_experts else { return Ok((None, 0)) };
         let held = kept.hold(experts.written_bytes(completion))?;
         Ok((Some(experts.written(completion)), held))
+    }
+
+    /// The further values of a sample that the request asks for, and the bytes that `kept` holds for them.
+    ///
+    /// # Errors
+    /// `ResourceExhausted` if there is no room.
+    pub(in crate::server::http) fn returned(
+        &self,
+        completion: &Completion,
+        kept: &mut FinishedSamples,
+    ) -> Result<(Option<Returned>, u64)> {
+        let Some(returns) = &self.returns else { return Ok((None, 0)) };
+        let held = kept.hold(returns.bytes(completion))?;
+        Ok((Some(Returned::new(returns, completion)), held))
     }
 
     /// Memory for turning the log-probabilities of `tokens` tokens into text.

@@ -12,6 +12,7 @@ use super::answers::{Chunks, Null, Report, RequestMetrics, StopReason, Usage, Ve
 use super::logprobs::{Logprobs, LogprobsWriter, PromptLogprobs, most_likely};
 use super::prompt::{PromptInput, Prompts};
 use super::request_id;
+use super::returned::Returned;
 use super::sampling::{LogprobsMode, Sampling};
 use crate::engine::{Completion, Summary, ValidRequest};
 use crate::error::{Error, Result};
@@ -160,6 +161,9 @@ struct Choice<'a> {
     #[serde(skip_serializing_if = "Option::is_none")]
     #[schema(value_type = Option<String>)]
     routed_experts: Option<Option<String>>,
+    /// The values that `returns` asked for; absent in events, and without `returns`.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    returned: Option<Returned>,
     #[serde(skip_serializing_if = "Option::is_none")]
     weight_versions: Option<Vec<VersionSpan>>,
 }
@@ -342,6 +346,7 @@ impl Samples for CompletionWriter {
         let held = self.hold_logprobs(prompt, completion.tokens.len(), true)?;
         let report = &self.options.report;
         let (routed_experts, of_experts) = report.routed_experts(&completion, &mut self.kept)?;
+        let (returned, of_returned) = report.returned(&completion, &mut self.kept)?;
         let ended = self.ended(&completion);
         let (mut tokens, mut text) = (&[][..], self.echo(prompt));
         if !self.options.drops_tokens {
@@ -356,9 +361,10 @@ impl Samples for CompletionWriter {
             prompt_logprobs: Some(self.facts[prompt].reported.as_ref()),
             prompt_token_ids: Some(report.returns_ids.then_some(&self.prompts[prompt].tokens[..])),
             routed_experts: Some(routed_experts),
+            returned,
             ..ended
         };
-        self.kept.push(choice.index, &choice, held + of_experts)
+        self.kept.push(choice.index, &choice, held + of_experts + of_returned)
     }
 
     fn end_stream(&mut self, summary: &Summary, out: &mut Outbox) {

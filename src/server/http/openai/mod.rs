@@ -8,6 +8,7 @@ pub(super) mod load;
 pub(super) mod logprobs;
 mod prompt;
 pub(super) mod responses;
+pub(super) mod returned;
 pub(super) mod routed_experts;
 pub(super) mod sampling;
 mod structured;

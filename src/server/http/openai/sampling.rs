@@ -8,6 +8,7 @@ use serde::{Deserialize, Deserializer, Serialize};
 use serde_json::value::RawValue;
 use utoipa::ToSchema;
 
+use super::returned::ReturnOptions;
 use super::structured::structured;
 use crate::error::{Error, Result, shown};
 use crate::server::http::{members, text_or_list};
@@ -82,6 +83,8 @@ members! {
         pub(super) return_tokens_as_token_ids: bool,
         /// Report which versions of the policy made the tokens (default: false).
         pub(super) return_weight_versions: bool,
+        /// Report more of each token: entropies, supports, and log-probabilities under other policies.
+        pub(super) returns: ReturnOptions,
         /// Leave out the experts of this many first tokens of the prompt (default: 0).
         pub(super) routed_experts_prompt_start: usize,
         /// Distribution of the reported log-probabilities (default: processed; raw at temperature 0).
@@ -229,6 +232,7 @@ impl Sampling {
             ("logprobs_mode", self.logprobs_mode.is_some()),
             ("stream_options", options.is_some_and(has_usage)),
             ("logprob_token_ids", self.logprob_token_ids.is_some()),
+            ("returns", self.returns.is_some()),
         ];
         match members.into_iter().find(|(_, is_given)| *is_given) {
             Some((name, _)) => {
@@ -320,7 +324,7 @@ impl Sampling {
             min_weight_version: self.min_weight_version,
             time_limit_seconds: self.time_limit_seconds,
             return_routing: self.stream != Some(true) && model.routing.as_ref().is_some_and(|routing| routing.is_kept),
-            returns: None,
+            returns: self.returns.as_ref().map(ReturnOptions::message),
         })
     }
 }

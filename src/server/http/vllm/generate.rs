@@ -17,6 +17,7 @@ use crate::server::http::features::SentFeatures;
 use crate::server::http::openai::answers::{Null, Report, StopReason, Usage, finish_reason};
 use crate::server::http::openai::logprobs::{PromptLogprobs, chosen, most_likely, written};
 use crate::server::http::openai::request_id;
+use crate::server::http::openai::returned::Returned;
 use crate::server::http::openai::sampling::{Sampling, StreamOptions, UsageEvents};
 use crate::server::http::{
     AppState, FinishedSamples, HttpResult, JsonBody, Outbox, Samples, event, json, members, sample, samples_per_prompt,
@@ -232,6 +233,9 @@ struct Sample {
     token_ids: Vec<TokenId>,
     /// As in chats.
     routed_experts: Option<String>,
+    /// The values that `returns` asked for.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    returned: Option<Returned>,
     sampling_mask: Null,
     /// Which version of the policy made which tokens; null before the sample's end.
     weight_versions: Option<Vec<NumberedSpan>>,
@@ -429,10 +433,11 @@ impl Samples for InferenceWriter {
         let each = self.report.logprobs.map_or(0, |top| LOGPROB + ALTERNATIVE * top as usize) + size_of::<TokenId>();
         let held = self.kept.hold(completion.tokens.len() * each)?;
         let (routed_experts, of_experts) = self.report.routed_experts(&completion, &mut self.kept)?;
+        let (returned, of_returned) = self.report.returned(&completion, &mut self.kept)?;
         let token_ids = completion.tokens.iter().map(|token| token.token).collect();
         let logprobs = self.logprobs(&completion.tokens);
-        let choice = Sample { token_ids, logprobs, routed_experts, ..self.ended(&completion) };
-        self.kept.push(choice.index, &choice, held + of_experts)
+        let choice = Sample { token_ids, logprobs, routed_experts, returned, ..self.ended(&completion) };
+        self.kept.push(choice.index, &choice, held + of_experts + of_returned)
     }
 
     fn end_stream(&mut self, summary: &Summary, out: &mut Outbox) {

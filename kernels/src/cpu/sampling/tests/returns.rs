@@ -40,7 +40,7 @@ fn entropies_and_supports_are_those_of_the_exact_distribution() {
     }
 }
 
-/// What a trainer does with a support: its logits, renormalised over the support's tokens, give the processed
+/// A trainer's use of a support: its logits, renormalised over the support's tokens, give the processed
 /// log-probabilities; so does the log mass, subtracted from those over all tokens.
 #[test]
 fn logits_renormalised_over_the_support_give_the_processed_log_probabilities() {

@@ -6,6 +6,7 @@ use utoipa::ToSchema;
 
 use crate::server::http::openai::answers::{Null, RequestMetrics, StopReason, Usage, VersionSpan};
 use crate::server::http::openai::logprobs::{ChatLogprobs, PromptLogprobs};
+use crate::server::http::openai::returned::Returned;
 use crate::types::TokenId;
 
 /// The samples of a chat.
@@ -42,6 +43,9 @@ pub(super) struct ChatChoice<'a> {
     /// The experts that the tokens of the prompt and the sample took but for the last, as a file of numpy's (`.npy`)
     /// in base64: `[tokens, layers, experts]`. Null unless the server has `--return-routing`.
     pub(super) routed_experts: Option<String>,
+    /// The values that `returns` asked for.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(super) returned: Option<Returned>,
     #[serde(skip_serializing_if = "Option::is_none")]
     pub(super) weight_versions: Option<Vec<VersionSpan>>,
 }

@@ -188,6 +188,7 @@ impl Samples for ChatWriter {
         let copies = COPIES * (completion.text.as_ref().map_or(0, String::len) + self.options.echo.len());
         let held = self.kept.hold(copies + report.logprobs_bytes(completion.tokens.len()))?;
         let (routed_experts, of_experts) = report.routed_experts(&completion, &mut self.kept)?;
+        let (returned, of_returned) = report.returned(&completion, &mut self.kept)?;
         let stop_reason = report.stop_reason(&completion);
         let mut text = completion.text.clone().unwrap_or_default();
         text.push_str(&report.ending(&completion));
@@ -201,10 +202,11 @@ impl Samples for ChatWriter {
             stop_reason,
             token_ids: report.returns_ids.then(|| tokens.iter().map(|token| token.token).collect()),
             routed_experts,
+            returned,
             weight_versions: report.versions(&completion),
             message,
         };
-        self.kept.push(choice.index, &choice, held + of_experts)
+        self.kept.push(choice.index, &choice, held + of_experts + of_returned)
     }
 
     fn end_stream(&mut self, summary: &Summary, out: &mut Outbox) {
