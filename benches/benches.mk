@@ -45,6 +45,11 @@ bench-expert-push: setup server ## pushes into a model with 18,432 tensors of ex
 	$(quiet)
 	@$(BIN)/python benches/expert_push.py --server $(SERVER)
 
+bench-returns: $(TRAINERS)/.installed server ## entropies, supports and references beside the same samples without them
+	@$(MAKE) --no-print-directory $(TRAINED_smollm2)/model.safetensors
+	$(quiet)
+	@$(TRAINERS)/bin/python benches/returns.py --server $(SERVER) --model $(TRAINED_smollm2)
+
 bench-fleet: setup server $(SMOLLM2) ## a push into 1, 2 and 4 replicas of a fleet
 	$(quiet)
 	@$(BIN)/python benches/fleet.py --server $(SERVER) --model $(SMOLLM2)

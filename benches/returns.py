@@ -1,0 +1,171 @@
+#!/usr/bin/env python3
+"""The time of what a loss needs beside samples (`returns`); prints a Markdown section for RESULTS.md.
+
+    make bench-returns
+    .venv-trainers/bin/python benches/returns.py --model .models/SmolLM2-135M-Instruct --runs 3
+
+Groups are those of W1 (`workloads.py`). Runs take turns after one of each that is not counted; a ratio is the median of
+the runs' ratios, with the smallest and the largest.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import os
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import torch
+import transformers
+from doors import paired
+from weight_sync import Timing, random_adapter, timed
+from workloads import WORKLOADS, commit, machine
+
+from rollout_client import PromptOutput, Returns, RolloutClient, SamplingInput, SamplingParams, ServerProcess
+
+GROUPS = WORKLOADS["W1"]
+ADAPTER = "policy"
+ALL = Returns(entropy=True, support=True, top=64)
+TAIL_MEDIAN, TAIL_SPREAD = 60, 0.8
+"""Of the lengths of answers in the tail's workload, which are lognormal: the longest is ten times the median."""
+REFERENCES = Returns(references=[None])
+Row = tuple[str, list[float], list[float], str]
+
+
+def generate(
+    client: RolloutClient, prompts: list[list[int]], sampling: SamplingInput, **options: Any
+) -> list[PromptOutput]:
+    """The samples of all groups, starting with an empty prefix cache."""
+    client.reset_prefix_cache()
+    return client.generate(prompts, n=GROUPS.n, sampling=sampling, return_text=False, **options)
+
+
+def seconds(call: Callable[[], object]) -> float:
+    return timed(call)[0]
+
+
+def policy_side(client: RolloutClient, prompts: list[list[int]], runs: int) -> list[Row]:
+    """Entropies, supports and most likely tokens beside the same groups without them."""
+    rows = []
+    for title, top_p in [
+        ("W1 with entropies, supports and the 64 most likely tokens, s (beside: without)", 1.0),
+        ("… with top_p 0.95", 0.95),
+    ]:
+        sampling = SamplingParams(max_tokens=GROUPS.new_tokens, ignore_eos=True, seed=1, top_p=top_p)
+        ours, beside = paired(
+            runs,
+            lambda sampling=sampling: seconds(lambda: generate(client, prompts, sampling, returns=ALL)),
+            lambda sampling=sampling: seconds(lambda: generate(client, prompts, sampling)),
+        )
+        rows.append((title, ours, beside, "≤ 1.03"))
+    return rows
+
+
+def references(client: RolloutClient, model: Path, prompts: list[list[int]], runs: int) -> list[Row]:
+    """References beside a Score of the same samples, and transformers' forward pass over them."""
+    sampling = SamplingParams(max_tokens=GROUPS.new_tokens, ignore_eos=True, seed=1)
+    samples = [
+        [*output.prompt_token_ids, *sample.token_ids]
+        for output in generate(client, prompts, sampling, adapter=ADAPTER)
+        for sample in output.samples
+    ]
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(model, dtype=torch.bfloat16).eval()
+    batch = torch.tensor(samples)
+
+    def score() -> None:
+        client.reset_prefix_cache()
+        client.score(samples)
+
+    @torch.inference_mode()
+    def forward() -> None:
+        for part in batch.split(GROUPS.n):
+            logits = theirs(part, logits_to_keep=GROUPS.new_tokens + 1).logits[:, :-1].float()
+            torch.log_softmax(logits, -1).gather(-1, part[:, -GROUPS.new_tokens :, None])
+
+    with_, without, scored, transformed = paired(
+        runs,
+        lambda: seconds(lambda: generate(client, prompts, sampling, adapter=ADAPTER, returns=REFERENCES)),
+        lambda: seconds(lambda: generate(client, prompts, sampling, adapter=ADAPTER)),
+        lambda: seconds(score),
+        lambda: seconds(forward),
+    )
+    added = [a - b for a, b in zip(with_, without, strict=True)]
+    return [
+        ("W1 with a reference, s (beside: without)", with_, without, ""),
+        ("… the difference beside a Score of the same samples, s", added, scored, "≤ 1.1"),
+        (
+            f"transformers {transformers.__version__}, its forward pass over them, s (beside: the difference)",
+            transformed,
+            added,
+            "≥ 1.8",
+        ),
+    ]
+
+
+def long_tail(client: RolloutClient, prompts: list[list[int]], runs: int) -> list[Row]:
+    """The same where answers have lengths of a long tail, so that the last steps have few rows."""
+    rng = Random(7)
+    lengths = [min(int(rng.lognormvariate(0, TAIL_SPREAD) * TAIL_MEDIAN) + 1, 1000) for _ in prompts]
+    sampling = [SamplingParams(max_tokens=length, ignore_eos=True, seed=i) for i, length in enumerate(lengths)]
+    samples = [
+        [*output.prompt_token_ids, *sample.token_ids]
+        for output in generate(client, prompts, sampling, adapter=ADAPTER)
+        for sample in output.samples
+    ]
+
+    def score() -> None:
+        client.reset_prefix_cache()
+        client.score(samples)
+
+    with_, without, scored = paired(
+        runs,
+        lambda: seconds(lambda: generate(client, prompts, sampling, adapter=ADAPTER, returns=REFERENCES)),
+        lambda: seconds(lambda: generate(client, prompts, sampling, adapter=ADAPTER)),
+        lambda: seconds(score),
+    )
+    added = [a - b for a, b in zip(with_, without, strict=True)]
+    title = (
+        f"answers of {min(lengths)} to {max(lengths)} tokens: the wall time that a reference adds, s (beside: a Score)"
+    )
+    return [(title, added, scored, "≤ 0.4")]
+
+
+def parse_args() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--server", default="target/release/rollout-server", help="the server's binary")
+    parser.add_argument("--model", type=Path, required=True, help="a Hugging Face checkpoint")
+    parser.add_argument("--runs", type=int, default=5)
+    parser.add_argument("flags", nargs="*", help="further flags of the server, after --")
+    return parser.parse_args()
+
+
+def main() -> int:
+    args, load = parse_args(), os.getloadavg()[0]
+    flags = ["--dtype", "bfloat16", "--speculation", "off", "--mem-util", "0.4", "--max-adapters", "1", *args.flags]
+    print(f"\n### Returns — {datetime.datetime.now(tz=datetime.timezone.utc):%Y-%m-%d}, commit {commit()}\n")
+    print(f"{machine()}, load {load:.1f}; {args.model.name} in bfloat16; {args.runs} runs in turn.\n")
+    print("| | ours | beside | ratio | aim |\n|---|---|---|---|---|")
+    with ServerProcess(args.server, args.model, flags) as server:
+        client = server.client
+        vocab_size = client.info().vocab_size
+        prompts, many = (w.make_prompts(vocab_size) for w in (GROUPS, replace(GROUPS, prompts=32)))
+        tensors, config = random_adapter(client.parameters())
+        client.push_lora(tensors, config, name=ADAPTER)
+        for part in (
+            policy_side(client, prompts, args.runs),
+            references(client, args.model, prompts, args.runs),
+            long_tail(client, many, args.runs),
+        ):
+            for title, ours, beside, aim in part:
+                ratio = Timing.of([a / b for a, b in zip(ours, beside, strict=True)])
+                print(f"| {title} | {Timing.of(ours)} | {Timing.of(beside)} | {ratio} | {aim} |", flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
