@@ -225,11 +225,10 @@ impl Updates {
             core.order(order)?;
             core.budget = ledger;
         } else {
-            let replaced = |name: &str| core.policy.is_replaced(name);
             // While one adapter replaces the other, base parameters that either touches are copied.
-            let is_copied_once = |name: &str| replaced(name) && (before.touches(name) || after.touches(name));
-            let most = bytes_of(core, is_copied_once).map_err(Failure::Refused)?;
-            let copies = bytes_of(core, |name| replaced(name) && after.touches(name)).map_err(Failure::Refused)?;
+            let either = before.parameters().chain(after.parameters().filter(|name| !before.touches(name)));
+            let most = replaced_bytes(core, either).map_err(Failure::Refused)?;
+            let copies = replaced_bytes(core, after.parameters()).map_err(Failure::Refused)?;
             core.budget.clone().set(MemoryUse::BaseCopies, most).map_err(Failure::Refused)?;
             let ledger = self.ledger_with(core, &after, copies).map_err(Failure::Refused)?;
             if core.state.weights_awake() {
@@ -464,8 +463,8 @@ pub(super) fn set_version<X: Executor>(core: &mut EngineCore<X>, version: Weight
     Ok(())
 }
 
-/// Bytes, on all ranks together, of the parameters for which `which` is true.
-fn bytes_of<X: Executor>(core: &EngineCore<X>, which: impl Fn(&str) -> bool) -> Result<u64> {
-    let chosen = core.parameters.iter().filter(|spec| which(&spec.name));
-    chosen.map(|spec| core.parameters.bytes_on_ranks(spec)).sum()
+/// Bytes, on all ranks together, of those of the parameters `names` whose base was pushed.
+fn replaced_bytes<'n, X: Executor>(core: &EngineCore<X>, names: impl Iterator<Item = &'n str>) -> Result<u64> {
+    let replaced = names.filter(|name| core.policy.is_replaced(name)).filter_map(|name| core.parameters.get(name));
+    replaced.map(|spec| core.parameters.bytes_on_ranks(spec)).sum()
 }

@@ -13,7 +13,7 @@ mod rope;
 mod tower;
 mod workspace;
 
-use std::collections::HashMap;
+use std::collections::{BTreeMap, HashMap, HashSet};
 
 use config::ModelConfig;
 use parameterized::Visitor;
@@ -33,8 +33,17 @@ pub struct Model {
     pub decoder: Decoder,
     /// `None` for a model that takes no images.
     pub tower: Option<Tower>,
-    /// For each parameter's name, the index in [`Parameterized::parts`] of the part that has it.
-    part_of: HashMap<String, usize>,
+    layers: LayerIndex,
+}
+
+/// The layers of a model, by the parameters that they have.
+#[derive(Default)]
+struct LayerIndex {
+    /// The way to each layer, in the model's order: its index in the [`Parameterized::parts`] of each list around it,
+    /// from the outermost on.
+    paths: Vec<Vec<usize>>,
+    /// For each parameter's name, the index in `paths` of the layer that has it.
+    layer_of: HashMap<String, usize>,
 }
 
 /// The longest inputs that a model has tables for.
@@ -54,24 +63,66 @@ impl Model {
         let mut model = Self {
             decoder: Decoder::new(config, build, limits.max_model_len)?,
             tower: vision.map(tower).transpose()?,
-            part_of: HashMap::new(),
+            layers: LayerIndex::default(),
         };
-        let mut part_of = HashMap::new();
-        for (i, part) in model.parts_mut().into_iter().enumerate() {
-            part.visit(&mut |spec, _| {
-                part_of.insert(spec.name.clone(), i);
+        let mut paths = Vec::new();
+        add_paths(&model, &mut Vec::new(), &mut paths);
+        let mut layer_of = HashMap::new();
+        for (i, path) in paths.iter().enumerate() {
+            layer_at(&mut model, path).visit(&mut |spec, _| {
+                layer_of.insert(spec.name.clone(), i);
                 Ok(())
             })?;
         }
-        model.part_of = part_of;
+        model.layers = LayerIndex { paths, layer_of };
         Ok(model)
     }
 
-    /// Shows `visitor` the parameters of one part of the model: the part that has the parameter `name`. Shows nothing
-    /// if the model has no such parameter.
-    pub fn visit_near(&mut self, name: &str, visitor: &mut Visitor<'_>) -> Result<()> {
-        let Some(&part) = self.part_of.get(name) else { return Ok(()) };
-        self.parts_mut().swap_remove(part).visit(visitor)
+    /// As [`Parameterized::visit`], but shows only the parameters of these names. Only the layers that have one of them
+    /// are looked at. A name that the model does not have is passed over.
+    ///
+    /// # Errors
+    /// As for [`Parameterized::visit`].
+    pub fn visit_named<'n>(
+        &mut self,
+        names: impl IntoIterator<Item = &'n str>,
+        visitor: &mut Visitor<'_>,
+    ) -> Result<()> {
+        let layers = std::mem::take(&mut self.layers);
+        let mut chosen: BTreeMap<usize, HashSet<&str>> = BTreeMap::new();
+        for name in names {
+            if let Some(&layer) = layers.layer_of.get(name) {
+                chosen.entry(layer).or_default().insert(name);
+            }
+        }
+        let visited = chosen.into_iter().try_for_each(|(layer, names)| {
+            layer_at(self, &layers.paths[layer]).visit(&mut |spec, slot| {
+                if names.contains(spec.name.as_str()) { visitor(spec, slot) } else { Ok(()) }
+            })
+        });
+        self.layers = layers;
+        visited
+    }
+}
+
+/// Adds the paths of the layers of `part`, to which `path` leads.
+fn add_paths(part: &dyn Parameterized, path: &mut Vec<usize>, paths: &mut Vec<Vec<usize>>) {
+    let parts = part.parts();
+    if parts.is_empty() {
+        paths.push(path.clone());
+    }
+    for (i, part) in parts.into_iter().enumerate() {
+        path.push(i);
+        add_paths(part, path, paths);
+        path.pop();
+    }
+}
+
+/// The layer to which `path` leads from `part`.
+fn layer_at<'a>(part: &'a mut dyn Parameterized, path: &[usize]) -> &'a mut dyn Parameterized {
+    match path {
+        [] => part,
+        [first, rest @ ..] => layer_at(part.parts_mut().swap_remove(*first), rest),
     }
 }
 

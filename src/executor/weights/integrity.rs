@@ -16,7 +16,7 @@ use super::RankWeights;
 use crate::comm::Communicator;
 use crate::error::{Error, Result};
 use crate::executor::WeightOrder;
-use crate::weights::{Adapter, Checkpoint, FileStamp, Slice};
+use crate::weights::{Checkpoint, FileStamp, Slice};
 
 /// Elements that a thread digests at a time.
 const PIECE_ELEMENTS: usize = 1 << 19;
@@ -149,14 +149,14 @@ impl RankWeights {
     /// # Errors
     /// `DataLoss` naming a file; and those of [`RankWeights::prepare`].
     pub fn check(&mut self, ops: &Ops, comm: &dyn Communicator, order: &WeightOrder) -> Result<()> {
-        let touched = |by: &Adapter, name: &str| by.touches(name);
-        let reads = |name: &str| match order {
-            WeightOrder::Load { .. } => true,
-            WeightOrder::Merge { before, after } => touched(before, name) || touched(after, name),
+        let bases = &mut self.bases;
+        let is_loaded = |name: &str| bases.base.digests.contains_key(name) && !bases.replaced.contains(name);
+        let reads = match order {
+            WeightOrder::Load { .. } => bases.base.digests.keys().any(|name| is_loaded(name)),
+            WeightOrder::Merge { before, after } => before.parameters().chain(after.parameters()).any(is_loaded),
             _ => false,
         };
-        let bases = &mut self.bases;
-        if bases.base.digests.keys().any(|name| reads(name) && !bases.replaced.contains(name)) {
+        if reads {
             bases.base.verify(ops)?;
         }
         match order {

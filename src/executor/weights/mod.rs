@@ -44,6 +44,8 @@ struct Bases {
     /// Copies of the base of replaced parameters, for as long as an adapter is merged into them: then nothing else has
     /// their base. A replaced parameter without a copy serves its base. A vector is stored as one column.
     copies: HashMap<String, Matrix>,
+    /// Names of the buffers, whose values a FULL push may lack.
+    buffers: Vec<String>,
     /// Gathers the base's rows for a merge; set by [`RankWeights::prepare`] and cleared once the merge has run.
     gathering: Option<RowGather>,
 }
@@ -67,6 +69,7 @@ impl RankWeights {
             base: CheckpointBase::new(checkpoint),
             replaced: HashSet::new(),
             copies: HashMap::new(),
+            buffers: Vec::new(),
             gathering: None,
         };
         let mut this = Self { model, bases, missing: HashSet::new() };
@@ -75,6 +78,9 @@ impl RankWeights {
         let Self { model, bases, .. } = &mut this;
         model.visit(&mut |spec, slot| {
             bases.fill_from_checkpoint(ops, spec, slot, &base)?;
+            if spec.is_buffer {
+                bases.buffers.push(spec.name.clone());
+            }
             progress(bases.base.checkpoint.stored_bytes(&spec.name)? as u64);
             Ok(())
         })?;
@@ -110,10 +116,8 @@ impl RankWeights {
         self.take_copies(ops, adapter)?;
         let Self { model, bases, .. } = self;
         let mut most = 0;
-        model.visit(&mut |spec, slot| {
-            if bases.copies.contains_key(&spec.name) {
-                most = most.max(LocalParameter::new(&bases.build, spec, slot)?.gathered_elements(adapter));
-            }
+        model.visit_named(bases.copies.keys().map(String::as_str), &mut |spec, slot| {
+            most = most.max(LocalParameter::new(&bases.build, spec, slot)?.gathered_elements(adapter));
             Ok(())
         })?;
         if most > bases.gathering.as_ref().map_or(0, RowGather::elements) {
@@ -130,9 +134,9 @@ impl RankWeights {
     /// `DataLoss` if the checkpoint has changed since it was loaded: the weights then belong to no policy.
     pub fn write(&mut self, ops: &Ops, comm: &dyn Communicator, order: &WeightOrder) -> Result<()> {
         match order {
-            WeightOrder::Load { adapter } => self.merge(ops, comm, adapter, &|_| true),
+            WeightOrder::Load { adapter } => self.merge(ops, comm, adapter, None),
             WeightOrder::Merge { before, after } => {
-                self.merge(ops, comm, after, &|name| before.touches(name) || after.touches(name))
+                self.merge(ops, comm, after, Some(&mut before.parameters().chain(after.parameters())))
             }
             WeightOrder::Replace { tensors } => self.replace(ops, tensors),
             WeightOrder::Patch { delta, merged } => self.patch(ops, delta, merged),
@@ -142,22 +146,24 @@ impl RankWeights {
         }
     }
 
-    /// Sets the chosen parameters to their base with `adapter` merged.
+    /// Sets the parameters of these names, or all of them, to their base with `adapter` merged.
     fn merge(
         &mut self,
         ops: &Ops,
         comm: &dyn Communicator,
         adapter: &Adapter,
-        chosen: &dyn Fn(&str) -> bool,
+        names: Option<&mut dyn Iterator<Item = &str>>,
     ) -> Result<()> {
         let Self { model, bases, missing } = self;
-        let filled = model.visit(&mut |spec, slot| {
-            if chosen(&spec.name) {
-                bases.fill(ops, comm, spec, slot, adapter)?;
-                missing.remove(&spec.name);
-            }
+        let mut fill = |spec: &ParamSpec, slot: ParamSlot<'_>| {
+            bases.fill(ops, comm, spec, slot, adapter)?;
+            missing.remove(&spec.name);
             Ok(())
-        });
+        };
+        let filled = match names {
+            Some(names) => model.visit_named(names, &mut fill),
+            None => model.visit(&mut fill),
+        };
         if bases.gathering.take().is_some() {
             filled.unwrap_or_else(|e| panic!("a merge for which other ranks wait: {e}"));
         } else {
@@ -173,13 +179,11 @@ impl RankWeights {
     fn take_copies(&mut self, ops: &Ops, adapter: &Adapter) -> Result<()> {
         let Self { model, bases, .. } = self;
         let mut copies = HashMap::new();
-        model.visit(&mut |spec, slot| {
-            let name = &spec.name;
-            if bases.replaced.contains(name) && adapter.touches(name) && !bases.copies.contains_key(name) {
-                let local = LocalParameter::new(&bases.build, spec, slot)?;
-                if !local.slice.is_empty() {
-                    copies.insert(name.clone(), local.copy(ops)?);
-                }
+        let serves_base = |name: &&str| bases.replaced.contains(*name) && !bases.copies.contains_key(*name);
+        model.visit_named(adapter.parameters().filter(serves_base), &mut |spec, slot| {
+            let local = LocalParameter::new(&bases.build, spec, slot)?;
+            if !local.slice.is_empty() {
+                copies.insert(spec.name.clone(), local.copy(ops)?);
             }
             Ok(())
         })?;
@@ -188,28 +192,24 @@ impl RankWeights {
     }
 
     fn replace(&mut self, ops: &Ops, tensors: &Tensors) -> Result<()> {
-        let names: HashSet<&str> = tensors.names().collect();
         let Self { model, bases, missing } = self;
-        model.visit(&mut |spec, slot| {
-            if names.contains(spec.name.as_str()) {
-                LocalParameter::new(&bases.build, spec, slot)?.store(ops, &tensor_rows(tensors, &spec.name))?;
-                bases.copies.remove(&spec.name);
-                bases.replaced.insert(spec.name.clone());
-                missing.remove(&spec.name);
-            }
-            bases.note_kept_buffer(spec);
+        model.visit_named(tensors.names(), &mut |spec, slot| {
+            LocalParameter::new(&bases.build, spec, slot)?.store(ops, &tensor_rows(tensors, &spec.name))?;
+            bases.copies.remove(&spec.name);
+            bases.replaced.insert(spec.name.clone());
+            missing.remove(&spec.name);
             Ok(())
-        })
+        })?;
+        bases.note_kept_buffers();
+        Ok(())
     }
 
     fn patch(&mut self, ops: &Ops, delta: &Delta, merged: &Adapter) -> Result<()> {
         let bases = &mut self.bases;
-        self.model.visit(&mut |spec, slot| {
+        self.model.visit_named(delta.names().chain(merged.parameters()), &mut |spec, slot| {
+            bases.copies.remove(&spec.name);
+            bases.replaced.insert(spec.name.clone());
             let changes = delta.changes(&spec.name);
-            if changes.is_some() || merged.touches(&spec.name) {
-                bases.copies.remove(&spec.name);
-                bases.replaced.insert(spec.name.clone());
-            }
             changes.map_or(Ok(()), |changes| LocalParameter::new(&bases.build, spec, slot)?.patch(ops, changes))
         })
     }
@@ -224,11 +224,9 @@ impl RankWeights {
             return Ok(Vec::new());
         }
         let mut bytes = None;
-        self.model.visit_near(&spec.name, &mut |found, slot| {
-            if found.name == spec.name {
-                let local = rows.start - part.rows.start..rows.end - part.rows.start;
-                bytes = Some(read_rows(&slot, local, dtype)?);
-            }
+        self.model.visit_named([spec.name.as_str()], &mut |_, slot| {
+            let local = rows.start - part.rows.start..rows.end - part.rows.start;
+            bytes = Some(read_rows(&slot, local, dtype)?);
             Ok(())
         })?;
         bytes.ok_or_else(|| Error::Internal(format!("the model has no parameter {}", spec.name)))
@@ -284,11 +282,9 @@ impl RankWeights {
 }
 
 impl Bases {
-    /// Notes that a FULL push may have kept a buffer: what serves is the base from then on.
-    fn note_kept_buffer(&mut self, spec: &ParamSpec) {
-        if spec.is_buffer {
-            self.replaced.insert(spec.name.clone());
-        }
+    /// Notes that a FULL push may have kept buffers: what serves is the base from then on.
+    fn note_kept_buffers(&mut self) {
+        self.replaced.extend(self.buffers.iter().cloned());
     }
 
     /// Sets a parameter to its base with `adapter` merged.

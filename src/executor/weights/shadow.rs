@@ -53,7 +53,6 @@ impl RankWeights {
         let Self { model, bases, missing } = self;
         model.visit(&mut |spec, slot| {
             if kept.contains(&spec.name) {
-                bases.note_kept_buffer(spec);
                 return Ok(());
             }
             if let ParamSlot::Vector { vector, offset } = slot {
@@ -63,6 +62,7 @@ impl RankWeights {
             bases.replaced.insert(spec.name.clone());
             Ok(())
         })?;
+        bases.note_kept_buffers();
         bases.copies.retain(|name, _| kept.contains(name));
         missing.retain(|name| kept.contains(name));
         Ok(shards)

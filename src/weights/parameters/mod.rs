@@ -10,12 +10,12 @@ use std::collections::HashMap;
 
 use crate::error::Result;
 
-use names::VisionNames;
+use names::{VisionNames, largest_tensor_bytes};
 
 pub use names::is_of_tower;
 pub(in crate::weights) use names::{
-    EMBEDDING, HeadCounts, ParameterMapping, all_names, canonical, expert_tensors, is_of_experts, largest_tensor_bytes,
-    nearest, parameters_of, resolve, stored_parameters, stored_with,
+    EMBEDDING, HeadCounts, ParameterMapping, all_names, canonical, expert_tensors, is_of_experts, nearest,
+    parameters_of, resolve, stored_parameters, stored_with,
 };
 pub use partition::Partition;
 pub use shard::{ParamSpec, ShardRule, Slice, head_range, matrix_shape, padded_share};
@@ -35,6 +35,7 @@ pub struct Parameters {
     ignored: HashMap<String, ParamSpec>,
     /// `None` for a model of text alone.
     vision_names: Option<&'static VisionNames>,
+    largest_tensor_bytes: u64,
 }
 
 impl Parameters {
@@ -44,14 +45,20 @@ impl Parameters {
     pub fn new(specs: Vec<ParamSpec>, dtype: Dtype, world: usize, tied_head: bool) -> Self {
         let index = specs.iter().enumerate().map(|(i, spec)| (spec.name.clone(), i)).collect();
         let (vision_names, ignored) = (VisionNames::of_parameters(&specs), HashMap::new());
-        Self { specs, index, dtype, world, tied_head, ignored, vision_names }
+        let this = Self { specs, index, dtype, world, tied_head, ignored, vision_names, largest_tensor_bytes: 0 };
+        this.measured()
     }
 
     /// The same with further parameters, of a vision tower that is not served.
     pub fn with_ignored(self, specs: Vec<ParamSpec>) -> Self {
         let vision_names = self.vision_names.or(VisionNames::of_parameters(&specs));
         let ignored = specs.into_iter().map(|spec| (spec.name.clone(), spec)).collect();
-        Self { ignored, vision_names, ..self }
+        Self { ignored, vision_names, ..self }.measured()
+    }
+
+    /// The same, with the bytes of its largest tensor: too many names would be looked up for each push.
+    fn measured(self) -> Self {
+        Self { largest_tensor_bytes: largest_tensor_bytes(&self), ..self }
     }
 
     pub fn iter(&self) -> impl Iterator<Item = &ParamSpec> {
@@ -99,6 +106,11 @@ impl Parameters {
     /// Whether the head is the embedding.
     pub fn tied_head(&self) -> bool {
         self.tied_head
+    }
+
+    /// Bytes in float32 of the largest tensor that can be pushed, fused ones among them.
+    pub(in crate::weights) fn largest_tensor_bytes(&self) -> u64 {
+        self.largest_tensor_bytes
     }
 
     /// The names of a model with a vision tower; `None` for a model of text alone.

@@ -388,15 +388,18 @@ pub(in crate::weights) fn stored_with(name: &str) -> Vec<String> {
 }
 
 /// Bytes in float32 of the largest tensor that can be pushed, fused ones among them.
-pub(in crate::weights) fn largest_tensor_bytes(parameters: &Parameters) -> u64 {
+pub(super) fn largest_tensor_bytes(parameters: &Parameters) -> u64 {
     let elements = |shape: &[usize]| shape.iter().product::<usize>();
     let whole = |name: &str| {
         let fused = FUSED.iter().copied().chain([TOWER_ATTENTION]).filter_map(|(fused, projections)| {
-            let name = name.replace(&format!(".{}.", projections[0]), &format!(".{fused}."));
+            let first = projections[0];
+            let name = name.contains(first).then(|| name.replace(&format!(".{first}."), &format!(".{fused}.")))?;
             resolve(&name, parameters)?.shape
         });
         let of_experts = || {
-            let (experts, _) = name.split_once(&format!(".{EXPERTS}.0."))?;
+            let (experts, projection) = name.split_once(&format!(".{EXPERTS}.0."))?;
+            // Once for all projections of all experts of a layer.
+            projection.strip_prefix(FUSED_EXPERTS[0].1[0])?;
             let of = |(fused, _)| resolve(&format!("{experts}.{EXPERTS}.{fused}"), parameters)?.shape;
             FUSED_EXPERTS.into_iter().filter_map(of).map(|shape| elements(&shape)).max()
         };

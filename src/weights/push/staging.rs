@@ -4,7 +4,6 @@ use super::delta::{changed, decoded_bytes};
 use super::manifest::Manifest;
 use crate::error::Result;
 use crate::weights::lora::AdapterSpec;
-use crate::weights::parameters::largest_tensor_bytes;
 use crate::weights::update::{TransitBytes, UpdateKind};
 
 /// Most times that an adapter takes the bytes of its tensors as transported: biases and the magnitudes of DoRA are
@@ -25,7 +24,7 @@ pub struct StagingBytes {
     pub in_place: u64,
 }
 
-/// The limits of a FULL push, from what its header has declared and announced.
+/// The limits of a FULL push, which others do not need, from what its header has declared and announced.
 #[derive(Debug, Default)]
 pub(super) struct Limits {
     /// Bytes of the parameters as they serve, on all ranks: the size of the shadow weights.
@@ -40,6 +39,9 @@ impl Limits {
     /// The limits of the push of this manifest. `is_unordered`: if bytes of a tensor may come before those in front of
     /// them.
     pub fn new(manifest: &Manifest, is_unordered: bool) -> Result<Self> {
+        if manifest.kind != UpdateKind::Full {
+            return Ok(Self::default());
+        }
         let parameters = &manifest.parameters;
         let serving = parameters.iter().map(|spec| parameters.bytes_on_ranks(spec)).sum::<Result<u64>>()?;
         let (largest, total) = (largest_tensor(manifest), manifest.total());
@@ -76,6 +78,5 @@ pub(super) fn adapter_bytes(total: u64) -> u64 {
 fn largest_tensor(manifest: &Manifest) -> u64 {
     let declared = manifest.tensors.iter().map(|tensor| tensor.bytes as u64).max().unwrap_or(0);
     // A tensor that is declared later can be any of the model, in float32.
-    let later = largest_tensor_bytes(&manifest.parameters);
-    if manifest.is_final() { declared } else { declared.max(later) }
+    if manifest.is_final() { declared } else { declared.max(manifest.parameters.largest_tensor_bytes()) }
 }
