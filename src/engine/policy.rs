@@ -1,10 +1,10 @@
 //! The serving policy: its version, and its changes to the checkpoint.
 
-use std::collections::BTreeSet;
+use std::collections::HashSet;
 use std::sync::Arc;
 
 use crate::types::WeightVersion;
-use crate::weights::Adapter;
+use crate::weights::{Adapter, Replaced};
 
 /// The serving policy, or the one that will serve when the weights wake: a base with at most one adapter merged into
 /// it.
@@ -14,7 +14,7 @@ pub(super) struct Policy {
     epoch: u64,
     merged: Arc<Adapter>,
     /// Parameters whose base values are no longer the checkpoint's.
-    replaced: BTreeSet<String>,
+    replaced: Replaced,
     /// Digest of the vision tower's values, if they are those of a FULL push.
     tower: Option<[u8; 16]>,
 }
@@ -32,7 +32,7 @@ pub(super) enum TowerChange {
 impl Policy {
     /// The checkpoint that the server starts with.
     pub fn checkpoint() -> Self {
-        Self { version: 0, epoch: 0, merged: Arc::new(Adapter::none()), replaced: BTreeSet::new(), tower: None }
+        Self { version: 0, epoch: 0, merged: Arc::new(Adapter::none()), replaced: Replaced::default(), tower: None }
     }
 
     /// The version that the trainer gave the policy; 0 for the checkpoint.
@@ -88,8 +88,13 @@ impl Policy {
     }
 
     /// Notes that base values of these parameters were pushed.
-    pub fn replace(&mut self, parameters: impl Iterator<Item = String>) {
-        self.replaced.extend(parameters);
+    pub fn replace<'n>(&mut self, parameters: impl Iterator<Item = &'n str>) {
+        parameters.for_each(|parameter| self.replaced.insert(parameter));
+    }
+
+    /// Notes that base values of all parameters but those that are `kept` were pushed.
+    pub fn replace_all_but(&mut self, kept: &HashSet<String>) {
+        self.replaced.insert_all_but(kept);
     }
 
     /// Makes the serving weights the base, with nothing merged into it.

@@ -94,7 +94,7 @@ impl Updates {
         }
         let next = core.state.written_in_part().map_err(Failure::Refused)?;
         core.telemetry.apply_push(update);
-        core.policy.replace(tensors.names().map(String::from));
+        core.policy.replace(tensors.names());
         core.order(WeightOrder::Replace { tensors }).map_err(Failure::or_fatal)?;
         if core.state.has_policy() {
             core.abort_accepted(|_, _| true);
@@ -410,7 +410,7 @@ fn apply_packed<X: Executor>(core: &mut EngineCore<X>, shadow: ShadowWeights) ->
 fn restore_kept<X: Executor>(core: &mut EngineCore<X>, kept: &HashSet<String>) -> Attempt<()> {
     let merged = core.policy.merged();
     // Buffers keep their values.
-    let keeps_weights = core.parameters.iter().any(|spec| !spec.is_buffer && kept.contains(&spec.name));
+    let keeps_weights = kept.iter().any(|name| core.parameters.get(name).is_some_and(|spec| !spec.is_buffer));
     if keeps_weights && !core.state.has_policy() {
         let why = "keep_missing: the weights are missing, so there are none to keep; push every parameter";
         return Err(Failure::Refused(Error::FailedPrecondition(why.into())));
@@ -427,9 +427,7 @@ fn restore_kept<X: Executor>(core: &mut EngineCore<X>, kept: &HashSet<String>) -
 
 /// Notes that every parameter of the base was pushed except for those that are `kept`, and that nothing is merged.
 fn replace_all_but<X: Executor>(core: &mut EngineCore<X>, kept: &HashSet<String>) {
-    let pushed: Vec<String> =
-        core.parameters.iter().map(|spec| &spec.name).filter(|name| !kept.contains(*name)).cloned().collect();
-    core.policy.replace(pushed.into_iter());
+    core.policy.replace_all_but(kept);
     forget_merged(core);
 }
 
@@ -438,8 +436,7 @@ fn apply_delta<X: Executor>(core: &mut EngineCore<X>, delta: Arc<Delta>) -> Atte
     let merged = core.policy.merged();
     let order = WeightOrder::Patch { delta: delta.clone(), merged: merged.clone() };
     core.order(order).map_err(Failure::or_fatal)?;
-    let changed = delta.names().chain(merged.parameters()).map(String::from);
-    core.policy.replace(changed);
+    core.policy.replace(delta.names().chain(merged.parameters()));
     forget_merged(core);
     Ok(())
 }

@@ -180,12 +180,13 @@ impl Executor for Ranks {
 
     fn exchange(&mut self, shadow: ShadowWeights) -> Result<ShadowWeights> {
         let kept = shadow.kept().clone();
-        let mut ranks = shadow.into_ranks().into_iter();
-        let exchange = || {
-            let (shards, kept) = (ranks.next().unwrap_or_default(), kept.clone());
-            move |runner: &mut ModelRunner| runner.exchange(shards, &kept)
-        };
-        self.on_all(exchange).map(ShadowWeights::new)
+        shadow.with_storage(|ranks| {
+            let mut ranks = ranks.into_iter();
+            self.on_all(|| {
+                let (shards, kept) = (ranks.next().unwrap_or_default(), kept.clone());
+                move |runner: &mut ModelRunner| runner.exchange(shards, &kept)
+            })
+        })
     }
 
     fn read(&mut self, spec: &ParamSpec, rows: Range<usize>) -> Result<Vec<u8>> {

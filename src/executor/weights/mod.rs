@@ -25,7 +25,7 @@ use super::{Released, WeightOrder};
 use crate::comm::Communicator;
 use crate::error::{Error, Result};
 use crate::model::{Build, Model, ParamSlot, Parameterized};
-use crate::weights::{Adapter, Checkpoint, Delta, ParamSpec, Slice, Tensors};
+use crate::weights::{Adapter, Checkpoint, Delta, ParamSpec, Replaced, Slice, Tensors};
 
 /// This rank's model, and where the base of each of its parameters is.
 pub struct RankWeights {
@@ -40,7 +40,7 @@ struct Bases {
     build: Build,
     base: CheckpointBase,
     /// Names of the parameters whose base is no longer the checkpoint's.
-    replaced: HashSet<String>,
+    replaced: Replaced,
     /// Copies of the base of replaced parameters, for as long as an adapter is merged into them: then nothing else has
     /// their base. A replaced parameter without a copy serves its base. A vector is stored as one column.
     copies: HashMap<String, Matrix>,
@@ -67,7 +67,7 @@ impl RankWeights {
         let bases = Bases {
             build,
             base: CheckpointBase::new(checkpoint),
-            replaced: HashSet::new(),
+            replaced: Replaced::default(),
             copies: HashMap::new(),
             buffers: Vec::new(),
             gathering: None,
@@ -196,7 +196,7 @@ impl RankWeights {
         model.visit_named(tensors.names(), &mut |spec, slot| {
             LocalParameter::new(&bases.build, spec, slot)?.store(ops, &tensor_rows(tensors, &spec.name))?;
             bases.copies.remove(&spec.name);
-            bases.replaced.insert(spec.name.clone());
+            bases.replaced.insert(&spec.name);
             missing.remove(&spec.name);
             Ok(())
         })?;
@@ -208,7 +208,7 @@ impl RankWeights {
         let bases = &mut self.bases;
         self.model.visit_named(delta.names().chain(merged.parameters()), &mut |spec, slot| {
             bases.copies.remove(&spec.name);
-            bases.replaced.insert(spec.name.clone());
+            bases.replaced.insert(&spec.name);
             let changes = delta.changes(&spec.name);
             changes.map_or(Ok(()), |changes| LocalParameter::new(&bases.build, spec, slot)?.patch(ops, changes))
         })
@@ -284,7 +284,7 @@ impl RankWeights {
 impl Bases {
     /// Notes that a FULL push may have kept buffers: what serves is the base from then on.
     fn note_kept_buffers(&mut self) {
-        self.replaced.extend(self.buffers.iter().cloned());
+        self.buffers.iter().for_each(|buffer| self.replaced.insert(buffer));
     }
 
     /// Sets a parameter to its base with `adapter` merged.

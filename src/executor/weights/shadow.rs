@@ -51,17 +51,13 @@ impl RankWeights {
         })?;
         let vectors = shards.last().expect("the shadow weights have the vectors");
         let Self { model, bases, missing } = self;
-        model.visit(&mut |spec, slot| {
-            if kept.contains(&spec.name) {
-                return Ok(());
-            }
-            if let ParamSlot::Vector { vector, offset } = slot {
-                let new = vectors.vector(&spec.name).expect("the shadow weights have every vector");
-                vector.write_rounded(offset, TensorView::F32(new), spec.dtype(bases.build.weights))?;
-            }
-            bases.replaced.insert(spec.name.clone());
-            Ok(())
+        let new = vectors.parameters().filter(|name| !kept.contains(*name));
+        model.visit_named(new, &mut |spec, slot| {
+            let ParamSlot::Vector { vector, offset } = slot else { unreachable!("it has the place of a vector") };
+            let new = vectors.vector(&spec.name).expect("it was named");
+            Ok(vector.write_rounded(offset, TensorView::F32(new), spec.dtype(bases.build.weights))?)
         })?;
+        bases.replaced.insert_all_but(kept);
         bases.note_kept_buffers();
         bases.copies.retain(|name, _| kept.contains(name));
         missing.retain(|name| kept.contains(name));

@@ -86,7 +86,7 @@ pub(in crate::server) fn tensors(tensors: Vec<pb::Tensor>, first: usize) -> Resu
 
 fn tensor(index: usize, tensor: pb::Tensor) -> Result<TensorEntry> {
     let field = |part: &str| format!("tensors[{index}].{part}");
-    check_length(field("name"), &tensor.name, MAX_PARAMETER_NAME_BYTES)?;
+    check_length(format_args!("tensors[{index}].name"), &tensor.name, MAX_PARAMETER_NAME_BYTES)?;
     let dtype = match tensor.dtype() {
         pb::TensorDtype::Float32 => Dtype::F32,
         pb::TensorDtype::Bfloat16 => Dtype::Bf16,

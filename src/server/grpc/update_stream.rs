@@ -34,6 +34,8 @@ use crate::server::{ServerState, ServingContext, convert, pb};
 const MAX_CHUNK_BYTES: usize = 4 << 20;
 /// Largest message of an update in bytes: a chunk, or a header with the manifest of a model of 50,000 tensors.
 const MAX_MESSAGE_BYTES: usize = 8 << 20;
+/// Most chunks that are passed on together. A frame has 16 of tensors of 64 KiB; the number is a bound for tiny ones.
+const MAX_TOGETHER: usize = 64;
 /// Most bytes that precede the data in an encoded chunk: four keys, two lengths below 2^28, a u32 and a u64.
 const HEAD_BYTES: usize = 4 + 2 * 4 + 5 + 10;
 
@@ -81,7 +83,7 @@ async fn receive_push(
     let mut push = PushThread::open(context, header, tensors, sender, noted).await?;
     loop {
         match messages.next().await? {
-            Some(Kind::Chunk(chunk)) => push.chunk(chunk).await?,
+            Some(Kind::Chunk(chunk)) => push.chunks(messages.with_those_here(chunk)).await?,
             Some(Kind::Manifest(manifest)) => {
                 let tensors = convert::tensors(manifest.tensors, declared)?;
                 declared += tensors.len();
@@ -140,6 +142,9 @@ impl UpdateMessages {
     async fn next(&mut self) -> Result<Option<Kind>> {
         // The caller has handled the message before, which counts as activity.
         self.activity.touch();
+        if let Some(chunk) = self.chunk_here() {
+            return Ok(Some(Kind::Chunk(chunk)));
+        }
         if let Some(chunk) = self.chunk.take() {
             return self.piece(chunk).await.map(Some);
         }
@@ -164,9 +169,42 @@ impl UpdateMessages {
         }
     }
 
+    /// A chunk and those behind it whose data, or a part of it, is in the same frame: tensors of a few KiB would
+    /// otherwise each wake the thread that receives the push.
+    fn with_those_here(&mut self, first: pb::Chunk) -> Vec<pb::Chunk> {
+        let mut chunks = vec![first];
+        while chunks.len() < MAX_TOGETHER
+            && let Some(chunk) = self.chunk_here()
+        {
+            chunks.push(chunk);
+        }
+        chunks
+    }
+
+    /// The next message, if it is a chunk of which some data is in `front`. An invalid message is left for
+    /// [`UpdateMessages::next`] to refuse.
+    fn chunk_here(&mut self) -> Option<pb::Chunk> {
+        let chunk = if self.chunk.is_some() {
+            self.chunk.take_if(|_| !self.front.is_empty())?
+        } else {
+            let (prefix, rest) = self.front.split_at_checked(PREFIX_BYTES)?;
+            let bytes = message_bytes(prefix, MAX_MESSAGE_BYTES).ok()?;
+            let (head, chunk) = chunk_head(rest.get(..bytes.min(HEAD_BYTES))?, bytes)?;
+            check_chunk(chunk.left).ok().filter(|()| rest.len() > head)?;
+            self.front.advance(PREFIX_BYTES + head);
+            chunk
+        };
+        Some(self.split_front(chunk))
+    }
+
     /// The part of a chunk's data that has arrived, as a chunk of its own.
     async fn piece(&mut self, chunk: OpenChunk) -> Result<Kind> {
         self.need(1).await?;
+        Ok(Kind::Chunk(self.split_front(chunk)))
+    }
+
+    /// The part of a chunk's data that is in `front`, as a chunk of its own.
+    fn split_front(&mut self, chunk: OpenChunk) -> pb::Chunk {
         let OpenChunk { tensor, offset, left } = chunk;
         let data = self.front.split_to(left.min(self.front.len()));
         let left = left - data.len();
@@ -174,7 +212,7 @@ impl UpdateMessages {
             // An offset that is too large is rejected when its first piece is handled.
             self.chunk = Some(OpenChunk { tensor, offset: offset.saturating_add(data.len() as u64), left });
         }
-        Ok(Kind::Chunk(pb::Chunk { tensor, offset, data }))
+        pb::Chunk { tensor, offset, data }
     }
 
     async fn need(&mut self, bytes: usize) -> Result<()> {

@@ -37,7 +37,7 @@ pub(in crate::server) struct StagedUpdate {
 /// A message to the thread.
 enum PushMessage {
     Declare(Vec<TensorEntry>),
-    Write(pb::Chunk),
+    Write(Vec<pb::Chunk>),
     Finish,
 }
 
@@ -85,8 +85,8 @@ impl PushThread {
         self.send(PushMessage::Declare(tensors)).await
     }
 
-    pub(in crate::server) async fn chunk(&mut self, chunk: pb::Chunk) -> Result<()> {
-        self.send(PushMessage::Write(chunk)).await
+    pub(in crate::server) async fn chunks(&mut self, chunks: Vec<pb::Chunk>) -> Result<()> {
+        self.send(PushMessage::Write(chunks)).await
     }
 
     /// Ends the push and verifies what has arrived.
@@ -131,8 +131,10 @@ fn receive(
         let _busy = activity.busy();
         match message {
             PushMessage::Declare(tensors) => push.declare(tensors)?,
-            PushMessage::Write(pb::Chunk { tensor, offset, data }) => {
-                push.write(tensor, offset, &data)?.map_or(Ok(()), write_part)?;
+            PushMessage::Write(chunks) => {
+                for pb::Chunk { tensor, offset, data } in chunks {
+                    push.write(tensor, offset, &data)?.map_or(Ok(()), write_part)?;
+                }
             }
             PushMessage::Finish => {
                 // The tensors of a push in place that come from files are read now, one after the other.

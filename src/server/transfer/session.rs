@@ -226,9 +226,8 @@ impl TransferSession {
         let mut cursor = Cursor::new(declared as u32, sizes);
         let received = async {
             while let (Ok(()), Some(mut piece)) = (&refused, pieces.recv().await) {
-                while let (Ok(()), Some(chunk)) = (&refused, cursor.split(&mut piece)) {
-                    refused = push.chunk(chunk).await;
-                }
+                let chunks = std::iter::from_fn(|| cursor.split(&mut piece)).collect();
+                refused = push.chunks(chunks).await;
             }
             drop(pieces);
             receiving.await.map_err(|e| Error::Internal(format!("receiving from the trainer failed: {e}")))?

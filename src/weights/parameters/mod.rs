@@ -113,6 +113,11 @@ impl Parameters {
         self.largest_tensor_bytes
     }
 
+    /// Whether some are of a vision tower, which serves or is ignored.
+    pub(in crate::weights) fn have_tower(&self) -> bool {
+        self.vision_names.is_some()
+    }
+
     /// The names of a model with a vision tower; `None` for a model of text alone.
     fn vision_names(&self) -> Option<&'static VisionNames> {
         self.vision_names

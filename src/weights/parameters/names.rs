@@ -164,6 +164,15 @@ pub(in crate::weights) struct ParameterMapping {
     pub tied_head: bool,
 }
 
+impl ParameterMapping {
+    /// That of a tensor that is this parameter.
+    fn of_one(spec: &ParamSpec) -> Self {
+        let part = FusedPart { parameter: spec.name.clone(), first_row: 0 };
+        let (_, columns) = matrix_shape(&spec.shape);
+        Self { parts: vec![part], shape: Some(spec.shape.clone()), columns, tied_head: false }
+    }
+}
+
 /// A parameter inside a pushed tensor.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(in crate::weights) struct FusedPart {
@@ -196,15 +205,18 @@ pub(in crate::weights) fn all_names(parameter: &str, parameters: &Parameters) ->
 
 /// The parameters that a tensor of this name has, whether they serve or are ignored.
 fn find(name: &str, parameters: &Parameters) -> Option<ParameterMapping> {
+    // Most pushed tensors have a parameter's own name, and taking names apart costs more than all else that is done
+    // with a declaration.
+    if let Some(spec) = parameters.find(name) {
+        return Some(ParameterMapping::of_one(spec));
+    }
     let name = canonical(&plain_name(name), parameters).into_owned();
     if BUFFERS.iter().any(|buffer| name.ends_with(buffer)) {
         return Some(ParameterMapping::default());
     }
     let tied_head = name == HEAD && parameters.tied_head();
     if let Some(spec) = parameters.find(if tied_head { EMBEDDING } else { &name }) {
-        let part = FusedPart { parameter: spec.name.clone(), first_row: 0 };
-        let (_, columns) = matrix_shape(&spec.shape);
-        return Some(ParameterMapping { parts: vec![part], shape: Some(spec.shape.clone()), columns, tied_head });
+        return Some(ParameterMapping { tied_head, ..ParameterMapping::of_one(spec) });
     }
     fused_experts(&name, parameters).or_else(|| fused(&name, parameters))
 }

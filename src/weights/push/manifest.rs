@@ -261,7 +261,9 @@ impl Manifest {
     /// The parameters that no declared tensor brings.
     pub fn missing(&self) -> impl Iterator<Item = &ParamSpec> {
         let is_there = |name: &str| self.covered.contains_key(name) || name == EMBEDDING && self.head.is_some();
-        self.parameters.iter().filter(move |spec| !is_there(&spec.name))
+        let missing = self.parameters.iter().filter(move |spec| !is_there(&spec.name));
+        // Usually none, which is known without a look at each parameter.
+        missing.take(self.parameters.len() - self.covered())
     }
 
     /// Checks that parameters which are stored together are missing together.
@@ -318,6 +320,9 @@ impl Manifest {
     /// # Errors
     /// `InvalidArgument` naming a tensor that is not whole.
     pub fn tower_digest(&self) -> Result<Option<Digest>> {
+        if !self.parameters.have_tower() {
+            return Ok(None);
+        }
         let of_tower = |tensor: &PushedTensor| tensor.mapping.parts.iter().any(|part| is_of_tower(&part.parameter));
         let names: HashMap<&str, Dtype> =
             self.tensors.iter().filter(|t| of_tower(t)).map(|t| (t.name(), t.entry.dtype)).collect();

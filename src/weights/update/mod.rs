@@ -2,6 +2,7 @@
 
 mod delta;
 mod header;
+mod replaced;
 mod shadow;
 mod tensor_buffer;
 mod tensors;
@@ -15,6 +16,7 @@ pub(super) use delta::{GAP_BYTES, TensorDelta};
 pub use header::{
     AdapterTarget, Allocation, RunningPolicy, Source, TensorEntry, TransitBytes, UpdateHeader, UpdateKind,
 };
+pub use replaced::Replaced;
 pub(super) use shadow::{PushedRows, RowLayout, ShadowTensor};
 pub use shadow::{ShadowShard, ShadowWeights};
 pub(super) use tensor_buffer::TensorBuffer;

@@ -98,12 +98,19 @@ impl ShadowWeights {
     pub fn new(ranks: Vec<Vec<ShadowShard>>) -> Self {
         let shards = ranks.first().into_iter().flatten().enumerate();
         let index = shards.flat_map(|(i, shard)| shard.placements.keys().map(move |name| (name.clone(), i))).collect();
-        let mut tensors: Vec<ShadowTensor> = Vec::new();
-        for shards in ranks {
-            tensors.resize_with(shards.len(), || ShadowTensor { shards: Vec::new() });
-            tensors.iter_mut().zip(shards).for_each(|(tensor, shard)| tensor.shards.push(shard));
-        }
-        Self { tensors, index, kept: Arc::default() }
+        Self { tensors: by_tensor(ranks), index, kept: Arc::default() }
+    }
+
+    /// The same with other storage: `change` gets the shards of each rank, and returns as many for the same parameters.
+    ///
+    /// # Errors
+    /// That of `change`.
+    pub fn with_storage(
+        self,
+        change: impl FnOnce(Vec<Vec<ShadowShard>>) -> Result<Vec<Vec<ShadowShard>>>,
+    ) -> Result<Self> {
+        let ranks = change(by_rank(self.tensors))?;
+        Ok(Self { tensors: by_tensor(ranks), index: self.index, kept: Arc::default() })
     }
 
     /// Names the parameters that the push brings no value for.
@@ -118,12 +125,7 @@ impl ShadowWeights {
 
     /// The shards of each rank, in the order in which they were given.
     pub fn into_ranks(self) -> Vec<Vec<ShadowShard>> {
-        let mut ranks: Vec<Vec<ShadowShard>> = Vec::new();
-        for ShadowTensor { shards } in self.tensors {
-            ranks.resize_with(shards.len(), Vec::new);
-            ranks.iter_mut().zip(shards).for_each(|(rank, shard)| rank.push(shard));
-        }
-        ranks
+        by_rank(self.tensors)
     }
 
     pub(in crate::weights) fn tensor(&self, index: usize) -> &ShadowTensor {
@@ -147,6 +149,26 @@ impl ShadowWeights {
         }
         Ok(first)
     }
+}
+
+/// The tensors of shards that each rank has in the same order.
+fn by_tensor(ranks: Vec<Vec<ShadowShard>>) -> Vec<ShadowTensor> {
+    let mut tensors: Vec<ShadowTensor> = Vec::new();
+    for shards in ranks {
+        tensors.resize_with(shards.len(), || ShadowTensor { shards: Vec::new() });
+        tensors.iter_mut().zip(shards).for_each(|(tensor, shard)| tensor.shards.push(shard));
+    }
+    tensors
+}
+
+/// The shards of each rank, in the order of the tensors.
+fn by_rank(tensors: Vec<ShadowTensor>) -> Vec<Vec<ShadowShard>> {
+    let mut ranks: Vec<Vec<ShadowShard>> = Vec::new();
+    for ShadowTensor { shards } in tensors {
+        ranks.resize_with(shards.len(), Vec::new);
+        ranks.iter_mut().zip(shards).for_each(|(rank, shard)| rank.push(shard));
+    }
+    ranks
 }
 
 impl fmt::Debug for ShadowWeights {
@@ -229,6 +251,11 @@ impl ShadowShard {
             Storage::Matrix(matrix) => Some(matrix),
             Storage::Vectors(_) => None,
         }
+    }
+
+    /// Names of the parameters that the shard has.
+    pub fn parameters(&self) -> impl Iterator<Item = &str> {
+        self.placements.keys().map(String::as_str)
     }
 
     /// The part of a vector that the rank holds, as it was pushed; `None` if the shard has no such vector.

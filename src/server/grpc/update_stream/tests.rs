@@ -50,17 +50,22 @@ async fn read(frames: Vec<Bytes>) -> Outcome {
     loop {
         match messages.next().await {
             Ok(Some(Kind::Chunk(piece))) => {
-                let whole = match open.take() {
-                    None => piece,
-                    Some(chunk) => {
-                        assert_eq!(piece.tensor, chunk.tensor);
-                        assert_eq!(piece.offset, chunk.offset.saturating_add(chunk.data.len() as u64));
-                        pb::Chunk { data: [chunk.data, piece.data].concat().into(), ..chunk }
+                let pieces = messages.with_those_here(piece);
+                let last = pieces.len() - 1;
+                for (i, piece) in pieces.into_iter().enumerate() {
+                    let whole = match open.take() {
+                        None => piece,
+                        Some(chunk) => {
+                            assert_eq!(piece.tensor, chunk.tensor);
+                            assert_eq!(piece.offset, chunk.offset.saturating_add(chunk.data.len() as u64));
+                            pb::Chunk { data: [chunk.data, piece.data].concat().into(), ..chunk }
+                        }
+                    };
+                    // Only the last can be a piece: it has all bytes that are here.
+                    match messages.chunk {
+                        Some(_) if i == last => open = Some(whole),
+                        _ => outcome.messages.push(Kind::Chunk(whole)),
                     }
-                };
-                match messages.chunk {
-                    Some(_) => open = Some(whole),
-                    None => outcome.messages.push(Kind::Chunk(whole)),
                 }
             }
             Ok(Some(kind)) => outcome.messages.push(kind),
@@ -228,6 +233,35 @@ async fn the_data_of_a_chunk_is_not_copied() {
 }
 
 /// No bytes follow these heads: what is too long is refused before it arrives.
+#[tokio::test]
+async fn chunks_of_one_frame_come_together_up_to_the_one_that_breaks_off() {
+    let chunk = |tensor: u32| pb::Chunk { tensor, offset: 0, data: vec![tensor as u8; 3000].into() };
+    let message = |kind| framed(&pb::UpdateRequest { kind: Some(kind) }.encode_to_vec());
+    let manifest = message(Kind::Manifest(pb::Manifest::default()));
+    let chunks: Vec<Vec<u8>> = (1..200).map(|tensor| message(Kind::Chunk(chunk(tensor)))).collect();
+    for (whole, of_next) in [(3, 0), (3, 7), (3, 1500), (MAX_TOGETHER, 0), (MAX_TOGETHER, 1500)] {
+        let mut frame = [manifest.clone(), chunks[..whole].concat()].concat();
+        frame.extend(&chunks[whole][..of_next]);
+        let mut messages = decoder(tokio_stream::iter([Ok(frame.into())]), &Traffic::new(1 << 30));
+        assert!(matches!(messages.next().await, Ok(Some(Kind::Manifest(_)))));
+        let Ok(Some(Kind::Chunk(first))) = messages.next().await else { panic!("no chunk") };
+        let together = messages.with_those_here(first);
+        let is_begun = of_next > HEAD_BYTES && whole < MAX_TOGETHER;
+        assert_eq!(together.len(), whole + usize::from(is_begun), "{whole} and {of_next} bytes");
+        (1..).zip(&together[..whole]).for_each(|(tensor, given)| assert_eq!(*given, chunk(tensor)));
+        if of_next > 0 {
+            let mut rest = messages.next().await;
+            while let Ok(Some(Kind::Chunk(piece))) = rest {
+                assert_eq!(piece.tensor as usize, whole + 1);
+                rest = messages.next().await;
+            }
+            assert!(matches!(rest, Err(Error::InvalidArgument { .. })), "{rest:?}");
+        } else {
+            assert!(matches!(messages.next().await, Ok(None)));
+        }
+    }
+}
+
 #[tokio::test]
 async fn limits_are_checked_before_the_data_comes() {
     async fn refusal(start: &[u8]) -> String {
