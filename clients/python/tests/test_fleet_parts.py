@@ -138,6 +138,10 @@ class Stream:
         self.step("commit" if parts == (fanout.COMMIT,) else "send")
         self.sent.append(b"".join(map(bytes, parts)))
 
+    def send_all(self, messages):
+        for parts in messages:
+            self.send(*parts)
+
     def finish(self):
         self.step("finish")
         return self.response

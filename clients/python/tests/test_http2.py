@@ -134,8 +134,9 @@ def messages_of(body):
     return found
 
 
+@pytest.mark.parametrize("together", [False, True])
 @pytest.mark.parametrize("window", [1, 1_000, 1 << 16, 1 << 20])
-def test_messages_arrive_whole_whatever_windows_and_frames_the_server_has(rng, window):
+def test_messages_arrive_whole_whatever_windows_and_frames_the_server_has(rng, window, together):
     """Windows and frames get larger in the middle of the call, and pings come between."""
     largest = window
 
@@ -154,11 +155,24 @@ def test_messages_arrive_whole_whatever_windows_and_frames_the_server_has(rng, w
     sent = [[rng.bytes(rng.integers(0, most)) for _ in range(rng.integers(0, 4))] for _ in range(8)]
     settings = {SettingCodes.INITIAL_WINDOW_SIZE: window}
     with peer(settings=settings, on_data=change) as server, call(server, timeout=60) as stream:
-        for parts in sent:
-            stream.send(*map(memoryview, parts))
+        if together:
+            stream.send_all([tuple(map(memoryview, parts)) for parts in sent])
+        else:
+            for parts in sent:
+                stream.send(*map(memoryview, parts))
         assert stream.finish() == b"hi"
     assert messages_of(server.body) == [b"".join(parts) for parts in sent]
     assert set(server.acknowledged) <= {b"12345678"}
+
+
+def test_messages_that_are_sent_together_share_a_frame():
+    """Also if they have more parts than a system call takes."""
+    sent, pieces = [(b"a", b"", b"bc"), (), (memoryview(b"d" * 1000),), *[(b"%d" % i,) for i in range(1200)]], []
+    with peer(on_data=lambda server: pieces.append(len(server.body))) as server, call(server) as stream:
+        stream.send_all(sent)
+        stream.finish()
+    assert messages_of(server.body) == [b"".join(parts) for parts in sent]
+    assert set(pieces) == {len(server.body)}  # the last has no data and is the end
 
 
 def test_a_window_may_shrink_below_nothing():

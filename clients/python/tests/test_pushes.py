@@ -8,6 +8,7 @@ import json
 import threading
 import time
 import weakref
+from collections.abc import Mapping
 from pathlib import Path
 
 import grpc
@@ -68,6 +69,44 @@ def test_inline_declares_the_total_first_and_small_tensors_together_before_their
     assert manifests == [list(state)[:7], list(state)[7:]]
     chunks = [request.chunk for request in requests if request.HasField("chunk")]
     assert [chunk.tensor for chunk in chunks] == [0, 1, 2, 3, 4, 5, 6, 6, 6, 7, 8, 9, 10, 11, 12]
+
+
+def test_small_tensors_of_64_kib_come_with_as_many_as_a_frame_holds(pusher, fake, rng):
+    state = {f"t{i}": rng.standard_normal((128, 128), dtype=np.float32) for i in range(40)}
+    hold(fake, state)
+    for named_tensors in (state, iter(state.items())):
+        requests = []
+        fake.weights.on_message = lambda number, request, requests=requests: requests.append(request)
+        pusher.push_full(named_tensors, transport="inline")
+        declared = [len(request.manifest.tensors) for request in requests if request.HasField("manifest")]
+        assert declared == [16, 15, 9] and held(fake) == in_bytes(state)
+
+
+class GatheredOneByOne(Mapping):
+    """A state dict whose tensors are gathered into the same memory when they are asked for."""
+
+    def __init__(self, state):
+        self.state, self.memory = state, np.empty(max(array.size for array in state.values()), np.float32)
+
+    def __getitem__(self, name):
+        self.memory[: self.state[name].size] = self.state[name].reshape(-1)
+        return self.memory[: self.state[name].size].reshape(self.state[name].shape)
+
+    def __iter__(self):
+        return iter(self.state)
+
+    def __len__(self):
+        return len(self.state)
+
+
+@pytest.mark.parametrize("transport", ["inline", "shared_memory"])
+@pytest.mark.parametrize("given", [GatheredOneByOne, lambda state: iter(GatheredOneByOne(state).items())])
+def test_memory_that_the_next_tensor_is_gathered_into_is_sent_before(pusher, fake, rng, transport, given):
+    sizes = [1, 100, 1 << 10, 1 << 14, 1 << 16, 1 << 18]
+    state = {f"t{i}": rng.standard_normal(int(rng.choice(sizes)), dtype=np.float32) for i in range(60)}
+    hold(fake, {name: np.zeros_like(array) for name, array in state.items()})
+    pusher.push_full(given(state), transport=transport)
+    assert held(fake) == in_bytes(state)
 
 
 def test_shared_memory_declares_tensors_as_they_are_written(pusher, fake, rng):

@@ -114,6 +114,25 @@ def test_what_lies_in_a_shared_buffer_is_pushed_without_a_copy(pusher, fake, rng
     assert new_segments() == []
 
 
+def test_small_tensors_in_a_shared_buffer_are_declared_while_others_are_digested(pusher, fake, rng):
+    state = {f"t{i}": rng.standard_normal((100 + i % 7, 128), dtype=np.float32) for i in range(700)}
+    requests = []
+    fake.weights.on_message = lambda number, request: requests.append(request.WhichOneof("kind"))
+    with SharedBuffer(sum(array.nbytes for array in state.values())) as buffer:
+        tensors = gathered(buffer, state)
+        hold(fake, {name: np.zeros_like(array) for name, array in state.items()})
+        pusher.push_full(tensors, buffer=buffer)
+        assert held(fake) == in_bytes(state)
+        assert requests == ["header", "manifest", "manifest", "manifest", "commit"]
+        requests.clear()
+        pusher.push_full(tensors, buffer=buffer, in_place=True)
+        assert requests == ["header", "commit"]
+        fake.weights.hide_shared_memory = True
+        hold(fake, {name: np.zeros_like(array) for name, array in state.items()})
+        pusher.push_full(tensors, buffer=buffer)
+        assert held(fake) == in_bytes(state)
+
+
 def test_what_lies_elsewhere_is_refused_by_name_and_another_shm_gets_it_inline(pusher, fake, rng):
     state = some_tensors(rng)
     with SharedBuffer(sum(array.nbytes for array in state.values())) as buffer:

@@ -27,7 +27,7 @@ LAYERS = [
     ["_pusher"],
     ["_connection", "_cuda_ipc", "_parts", "_session"],
     ["_senders", "_channel"],
-    ["_convert", "_http2", "_timeline"],
+    ["_convert", "_http2", "_timeline", "_wire"],
     ["_convert_images", "_convert_returns", "_convert_routing", "_convert_sampling", "_convert_weights", "_tls_socket"],
     ["_fields", "_proto", "_tls", "options"],
     ["_adapter_directory", "_delta", "_lora", "_progress", "_seeds", "_segment"],

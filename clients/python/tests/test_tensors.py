@@ -16,8 +16,9 @@ from rollout_client import InvalidArgument, _proto, checksum_of, make_delta
 from rollout_client._delta import DeltaTensor
 from rollout_client._lora import adapter_parts
 from rollout_client._segment import digest_of
-from rollout_client._senders import CHUNK_BYTES, chunk_request
-from rollout_client._tensors import bits_of, bytes_of, layout_of
+from rollout_client._senders import CHUNK_BYTES
+from rollout_client._tensors import Layout, bits_of, bytes_of, layout_of
+from rollout_client._wire import chunk_request, encoded_entry, header_request, manifest_request
 
 DTYPES = {"float32": np.float32, "float16": np.float16, "bfloat16": ml_dtypes.bfloat16}
 
@@ -132,6 +133,25 @@ def test_chunks_by_hand_are_the_librarys(rng, size, tensor, offset):
     data = rng.bytes(size)
     request = _proto.UPDATE.request.FromString(b"".join(chunk_request(tensor, offset, memoryview(data))))
     assert request == _proto.UPDATE.request(chunk={"tensor": tensor, "offset": offset, "data": data})
+
+
+@pytest.mark.parametrize("shape", [(), (1,), (128, 300), (1, 2**20, 7)])
+@pytest.mark.parametrize(("offset", "changed", "payload"), [(0, 0, 0), (127, 0, 0), (2**40, 5, 2**33 + 1)])
+def test_declarations_by_hand_are_the_librarys(shape, offset, changed, payload):
+    entries, expected = [], []
+    for number, (dtype, digest) in enumerate([("float32", b""), ("bfloat16", bytes(16)), ("float16", b"x" * 16)]):
+        name = "model.é" + "n" * (200 * number)
+        more = {"offset": offset, "changed": changed, "payload_bytes": payload}
+        entries.append(encoded_entry(name, Layout(dtype, shape), digest, **more))
+        expected.append(_proto.Tensor(name=name, dtype=number + 1, shape=shape, digest=digest, **more))
+        assert _proto.Tensor.FromString(entries[-1]) == expected[-1]
+    header = _proto.UpdateHeader(kind=2, new_version=7, total_bytes=2**40)
+    request = _proto.UPDATE.request
+    assert request.FromString(manifest_request(entries)) == request(manifest={"tensors": expected})
+    assert request.FromString(header_request(header, [])) == request(header=header)
+    header.tensors.extend(expected[:1])
+    whole = request.FromString(header_request(header, entries[1:]))
+    assert list(whole.header.tensors) == expected and whole.header.total_bytes == 2**40
 
 
 def apply_delta(delta: DeltaTensor, old):

@@ -77,7 +77,7 @@ def delta_messages(old, new, version):
 def declared_at_once(kind, outgoing, options=None, adapter_config=""):
     """The requests of a push, serialised: a header with all tensors, two chunks for each, the commit."""
     header = update_header(kind, options or {}, adapter_config=adapter_config)
-    header.tensors.extend(each.entry(digest_of(each.data)) for each in outgoing)
+    header.tensors.extend(_proto.Tensor.FromString(each.entry(digest_of(each.data))) for each in outgoing)
     made = [_proto.UPDATE.request(header=header).SerializeToString()]
     for index, each in enumerate(outgoing):
         half = len(each.data) // 2

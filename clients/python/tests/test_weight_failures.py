@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import struct
 import subprocess
 import sys
 import threading
@@ -27,6 +28,7 @@ from rollout_client import (
     _proto,
 )
 from rollout_client._convert_weights import update_header
+from rollout_client._http2 import _data_header
 from rollout_client._segment import Segment, aligned, digest_of
 from rollout_client._senders import OutgoingTensor, chunk_request
 from rollout_client._tensors import bytes_of
@@ -65,7 +67,7 @@ def messages(kind, tensors, *, config="", directory=None, **options):
     made = [_proto.UPDATE.request(header=message).SerializeToString()]
     for index, each in enumerate(outgoing):
         entry = each.entry(digest_of(each.data))
-        made.append(_proto.UPDATE.request(manifest={"tensors": [entry]}).SerializeToString())
+        made.append(_proto.UPDATE.request(manifest={"tensors": [_proto.Tensor.FromString(entry)]}).SerializeToString())
         half = len(each.data) // 2
         made += [
             b"".join(chunk_request(index, at, each.data[at:to]))
@@ -99,7 +101,17 @@ def test_hand_made_pushes_are_taken(at_base, rng):
     assert client.checksum() == checksums(full, "bfloat16")
 
 
-@pytest.mark.parametrize("then", ["break", "end"])
+def tear(client, requests, count):
+    """Sends so many requests and half of the next one in one frame, and ends the stream."""
+    framed = b"".join(struct.pack(">BI", 0, len(each)) + each for each in requests[: count + 1])
+    with client._pusher.start(60) as stream:
+        stream._wait_for_room()
+        torn = framed[: len(framed) - (len(requests[count]) + 1) // 2]
+        stream._write(_data_header(len(torn)), torn)
+        stream.finish()
+
+
+@pytest.mark.parametrize("then", ["break", "end", "tear"])
 def test_a_stream_cut_after_every_message_never_happened(unchanged, rng, then):
     client, base = unchanged
     before = client.checksum()
@@ -107,6 +119,9 @@ def test_a_stream_cut_after_every_message_never_happened(unchanged, rng, then):
     for count in range(1, len(requests)):
         if then == "break":
             send(client, requests[:count], then="break")
+        elif then == "tear":
+            with pytest.raises(InvalidArgument, match="in the middle"):
+                tear(client, requests, count)
         else:
             with pytest.raises(RolloutError):
                 send(client, requests[:count])
@@ -278,7 +293,7 @@ def test_a_segment_cut_short_during_a_push_is_lost_and_the_server_lives(unchange
     for name, array in full.items():
         given = bytes_of(name, array)
         entry = OutgoingTensor(name, given.layout, given.data).entry(segment.write(end, given.data), end)
-        manifest.manifest.tensors.append(entry)
+        manifest.manifest.tensors.append(_proto.Tensor.FromString(entry))
         end += aligned(array.nbytes)
     with client._pusher.start(60) as stream:
         stream.send(header.SerializeToString())

@@ -8,6 +8,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeVar
 
 from . import _convert_weights, _proto
@@ -105,7 +106,9 @@ class Pusher:
             sizes = _exactly(_total(named_tensors))
         else:
             sizes, pairs = self._estimated(pairs)
-        return self._push(header, _outgoing(pairs), sizes, options)
+        # A dict has all tensors at once; what any other mapping or iterator gives may lie in memory that it uses again.
+        unchanged = isinstance(named_tensors, dict)
+        return self._push(header, _outgoing(pairs), sizes, options, unchanged=unchanged)
 
     def push_delta(
         self, old: Mapping[str, Any], new: Mapping[str, Any], base_version: int, options: PushDeltaOptions
@@ -168,10 +171,12 @@ class Pusher:
         tensors: Iterable[OutgoingTensor],
         sizes: _Sizes,
         options: PushFullOptions | PushLoraOptions | PushDeltaOptions,
+        *,
+        unchanged: bool = False,
     ) -> UpdateResult:
-        """Sends tensors inline or through shared memory, each before the next is taken."""
+        """Sends tensors inline or through shared memory, each before the next is taken, unless they stay unchanged."""
         progress = _progress(header, sizes.total, options)
-        response = send_all(self._sender(header, sizes, progress, options), tensors)
+        response = send_all(self._sender(header, sizes, progress, options, unchanged=unchanged), tensors)
         progress.finish()
         return _convert_weights.update_result(response)
 
@@ -247,19 +252,22 @@ class Pusher:
     def _open(self, sender: Sender, outgoing: Callable[..., OutgoingTensor | None], progress: Progress) -> Push:
         return Push(sender, outgoing, progress)
 
-    def _sender(self, header: Any, sizes: _Sizes, progress: Progress, options: Any) -> Sender:
+    def _sender(
+        self, header: Any, sizes: _Sizes, progress: Progress, options: Any, *, unchanged: bool = False
+    ) -> Sender:
         """A sender of the tensors of this header, inline or through shared memory."""
         transport, timeout = options.get("transport", "auto"), options.get("timeout")
         upfront = header.kind != _convert_weights.FULL
         start: StartCall = lambda: self.start(timeout)  # noqa: E731
+        inline = partial(InlineSender, start, header, sizes.limit, progress, upfront=upfront, unchanged=unchanged)
         if not choose_shared_memory(transport, self.address, sizes.total):
-            return InlineSender(start, header, sizes.limit, progress, upfront=upfront)
+            return inline()
         try:
             lease = self._segments.lease(sizes.total + PADDING, sizes.limit + PADDING)
         except ResourceExhausted:
             if transport != "auto":
                 raise
-            return InlineSender(start, header, sizes.limit, progress, upfront=upfront)
+            return inline()
         fall_back = transport == "auto"
         return SharedMemorySender(
             start, header, sizes.limit, progress, upfront=upfront, lease=lease, fall_back=fall_back

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import fcntl
 import mmap
 import os
@@ -13,7 +14,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
-import numpy.typing as npt
 import xxhash
 
 from .errors import InvalidArgument, ResourceExhausted
@@ -58,6 +58,8 @@ class Segment:
             self._file, self._taken = file, 0
             self.take(size if taken is None else taken)
             self._memory = np.frombuffer(mmap.mmap(file, size), np.uint8)
+            self._bytes = memoryview(self._memory)
+            self._start = _address(self._bytes)
         except (OSError, ResourceExhausted) as error:
             self._remove()
             if isinstance(error, OSError):
@@ -88,6 +90,9 @@ class Segment:
             ResourceExhausted: `/dev/shm` is full.
         """
         self.take(offset + len(data))
+        if len(data) <= _PIECE:
+            self._bytes[offset : offset + len(data)] = data
+            return digest_of(data)
         source, target = np.frombuffer(data, np.uint8), self._memory[offset : offset + len(data)]
         digest = xxhash.xxh3_128()
         for start in range(0, len(data), _PIECE):
@@ -98,17 +103,18 @@ class Segment:
 
     def read(self, offset: int, size: int) -> memoryview:
         """The bytes at `offset`."""
-        return memoryview(self._memory[offset : offset + size])
+        return self._bytes[offset : offset + size]
 
     def offset_of(self, data: memoryview) -> int | None:
         """The offset of `data` in it; None if it is elsewhere in memory."""
-        offset = _address(np.frombuffer(data, np.uint8)) - _address(self._memory)
+        offset = _address(data) - self._start
         return offset if 0 <= offset <= len(self._memory) - len(data) else None
 
     def close(self) -> None:
         """Removes the file; the memory is freed when no process maps it any more."""
         self._remove()
         self._memory = np.empty(0, np.uint8)
+        self._bytes = memoryview(self._memory)
 
 
 class SharedBuffer:
@@ -172,9 +178,10 @@ def aligned(size: int) -> int:
     return -(-size // ALIGNMENT) * ALIGNMENT
 
 
-def _address(array: npt.NDArray[np.uint8]) -> int:
-    # `array.ctypes` is ten times slower.
-    return array.__array_interface__["data"][0]
+def _address(data: memoryview) -> int:
+    if data.readonly or not len(data):
+        return np.frombuffer(data, np.uint8).__array_interface__["data"][0]
+    return ctypes.addressof(ctypes.c_char.from_buffer(data))  # six times as fast
 
 
 def digest_of(data: memoryview | bytes) -> bytes:

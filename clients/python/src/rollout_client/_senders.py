@@ -8,15 +8,14 @@ import queue
 import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from . import _proto
-from ._convert_weights import tensor_entry
 from ._http2 import ClientStream
 from ._progress import Progress
 from ._segment import DIRECTORY, SegmentLease, SharedBuffer, aligned, digest_of
 from ._tensors import Layout
+from ._wire import Message, chunk_request, encoded_entry, header_request, manifest_request, request
 from .errors import InvalidArgument, NotFound, ResourceExhausted
 
 CHUNK_BYTES = 1 << 20
@@ -25,20 +24,24 @@ CHUNK_BYTES = 1 << 20
 SHARED_MEMORY_FROM = 16 << 20
 """Smaller pushes are sent inline: creating a segment would cost more than it saves."""
 
-# Smaller chunks are copied and declared together. From 4 KiB to this size it makes no difference; above, copies cost
-# more.
-_SMALL_BYTES = 64 << 10
+# Smaller chunks are sent together, after a copy if their memory may change; above, a copy costs more than it saves.
+_SMALL_BYTES = 256 << 10
+# Smaller chunks are always copied: that costs less than to keep account of their memory.
+_TINY_BYTES = 4 << 10
 _LOCAL = ("localhost:", "127.", "[::1]:")
 # Bytes of a segment that one message declares: the server reads them while the next are written.
 _DECLARED_BYTES = 16 << 20
 # The longest that written tensors wait to be sent together with more: far below the server's --update-idle-seconds.
 _LATE_SECONDS = 5.0
+# Most bytes that a message takes beside its tensor's entry or data.
+_MESSAGE_BYTES = 32
 # More threads would wait for memory, and the trainer needs the cores.
 _DIGEST_THREADS = min(4, os.cpu_count() or 1)
+# Digests of smaller tensors are computed by one thread: xxhash holds the interpreter's lock meanwhile.
+_THREADED_BYTES = 128 << 10
 
 
-@dataclass(frozen=True)
-class OutgoingTensor:
+class OutgoingTensor(NamedTuple):
     """A tensor to send."""
 
     name: str
@@ -48,14 +51,10 @@ class OutgoingTensor:
     changed: int = 0
     """For a delta: the number of elements in `data`, which is then the compressed payload."""
 
-    def entry(self, digest: bytes, offset: int = 0) -> Any:
-        """Its entry in the header or manifest."""
+    def entry(self, digest: bytes, offset: int = 0) -> bytes:
+        """Its entry in the header or manifest, encoded."""
         payload = len(self.data) if self.changed else 0
-        entry = tensor_entry(
-            self.name, self.layout.dtype, self.layout.shape, digest, changed=self.changed, payload_bytes=payload
-        )
-        entry.offset = offset
-        return entry
+        return encoded_entry(self.name, self.layout, digest, offset=offset, changed=self.changed, payload_bytes=payload)
 
 
 StartCall = Callable[[], ClientStream]
@@ -106,7 +105,16 @@ def _begin_or_close(sender: InlineSender | SharedMemorySender) -> None:
 class InlineSender:
     """Sends all bytes through the stream."""
 
-    def __init__(self, start: StartCall, header: Any, limit: int, progress: Progress, *, upfront: bool) -> None:
+    def __init__(
+        self,
+        start: StartCall,
+        header: Any,
+        limit: int,
+        progress: Progress,
+        *,
+        upfront: bool,
+        unchanged: bool = False,
+    ) -> None:
         """Sends the header, unless the header must declare all tensors.
 
         Args:
@@ -115,8 +123,10 @@ class InlineSender:
             limit: the most bytes of all tensors.
             progress: counts the bytes.
             upfront: declare all tensors in the header; they are kept, uncopied, until the commit.
+            unchanged: the tensors' memory does not change before the commit, so that it need not be copied.
         """
         self._start, self._header, self._progress, self._upfront = start, header, progress, upfront
+        self._unchanged = unchanged or upfront
         self._kept: list[OutgoingTensor] = []
         self._stream: ClientStream | None = None
         self._index = 0
@@ -136,8 +146,7 @@ class InlineSender:
     def commit(self) -> Any:
         """As `Sender.commit`."""
         if self._upfront:
-            self._header.tensors.extend(tensor.entry(digest_of(tensor.data)) for tensor in self._kept)
-            self.begin()
+            self.begin([tensor.entry(digest_of(tensor.data)) for tensor in self._kept])
             for tensor in self._kept:
                 self._send(tensor)
         self._batch.send()
@@ -149,52 +158,58 @@ class InlineSender:
         if self._stream is not None:
             self._stream.close()
 
-    def begin(self) -> None:
-        """Sends the header."""
+    def begin(self, entries: Iterable[bytes] = ()) -> None:
+        """Sends the header, which declares these tensors."""
         self._stream = self._start()
-        self._stream.send(request(header=self._header))
-        self._batch = _Batch(self._stream)
+        self._stream.send(header_request(self._header, entries))
+        self._batch = _Batch(self._stream, unchanged=self._unchanged)
 
     def _send(self, tensor: OutgoingTensor) -> None:
-        for offset in range(0, len(tensor.data), CHUNK_BYTES):
-            data = tensor.data[offset : offset + CHUNK_BYTES]
+        size = len(tensor.data)
+        for offset in range(0, size, CHUNK_BYTES):
+            data = tensor.data if size <= CHUNK_BYTES else tensor.data[offset : offset + CHUNK_BYTES]
             self._batch.add(self._index, offset, data)
             self._progress.add(len(data))
         self._index += 1
 
 
 class _Batch:
-    """Collects chunks of small tensors, to declare them in one message; large chunks are sent without a copy."""
+    """Collects small chunks up to the bytes of a frame, and sends them together, behind a manifest of their tensors."""
 
-    def __init__(self, stream: ClientStream) -> None:
-        self._stream = stream
-        self._declared: list[Any] = []
-        self._chunks: list[bytes] = []
-        self._size = 0
-        self._sent = time.monotonic()
+    def __init__(self, stream: ClientStream, *, unchanged: bool) -> None:
+        """`unchanged`: the chunks' memory does not change before the commit."""
+        self._stream, self._unchanged = stream, unchanged
+        self._begin()
 
-    def declare(self, entry: Any) -> None:
+    def declare(self, entry: bytes) -> None:
         self._declared.append(entry)
+        self._size += len(entry) + _MESSAGE_BYTES
 
     def add(self, tensor: int, offset: int, data: memoryview) -> None:
-        """Takes a chunk of a declared tensor; `data` is not read after the return."""
-        parts = chunk_request(tensor, offset, data)
-        if len(data) >= _SMALL_BYTES:
+        """Takes a chunk of a declared tensor. Unless its memory is unchanged, it is not read after the return."""
+        size, parts = len(data), chunk_request(tensor, offset, data)
+        if self._chunks and self._size + size > CHUNK_BYTES:
             self.send()
-            self._stream.send(*parts)
-            return
-        self._chunks.append(b"".join(parts))
-        self._size += len(data)
-        if self._size >= CHUNK_BYTES or time.monotonic() - self._sent >= _LATE_SECONDS:
+        is_sent_now = size >= _SMALL_BYTES
+        if not is_sent_now and (size < _TINY_BYTES or not self._unchanged):
+            parts = (b"".join(parts),)
+        self._chunks.append(parts)
+        self._size += size + _MESSAGE_BYTES
+        if is_sent_now or self._size >= CHUNK_BYTES or time.monotonic() - self._sent >= _LATE_SECONDS:
             self.send()
 
     def send(self) -> None:
         """Sends the collected chunks."""
         if self._declared:
-            self._stream.send(request(manifest={"tensors": self._declared}))
-        for chunk in self._chunks:
-            self._stream.send(chunk)
-        self._declared, self._chunks, self._size, self._sent = [], [], 0, time.monotonic()
+            self._chunks.insert(0, (manifest_request(self._declared),))
+        if self._chunks:
+            self._stream.send_all(self._chunks)
+        self._begin()
+
+    def _begin(self) -> None:
+        self._declared: list[bytes] = []
+        self._chunks: list[Message] = []
+        self._size, self._sent = 0, time.monotonic()
 
 
 class SharedMemorySender:
@@ -225,7 +240,7 @@ class SharedMemorySender:
         # In place, the server reserves less memory for tensors that the header declares.
         self._upfront = upfront or header.in_place
         self._written: list[tuple[str, Layout, int, int, int]] = []
-        self._entries: list[Any] = []
+        self._entries: list[bytes] = []
         self._end = self._declared = 0
         self._sent = time.monotonic()
         self._stream: ClientStream | None = None
@@ -271,8 +286,7 @@ class SharedMemorySender:
             return self._inline.commit()
         try:
             if self._upfront:
-                self._header.tensors.extend(self._entries)
-                self.begin()
+                self.begin(self._entries)
             else:
                 self._declare()
             return commit(self._stream)
@@ -288,14 +302,14 @@ class SharedMemorySender:
             if part is not None:
                 part.close()
 
-    def begin(self) -> None:
-        """Sends the header."""
+    def begin(self, entries: Iterable[bytes] = ()) -> None:
+        """Sends the header, which declares these tensors."""
         self._stream = self._start()
-        self._stream.send(request(header=self._header))
+        self._stream.send(header_request(self._header, entries))
 
     def _declare(self) -> None:
         if self._entries:
-            self._stream.send(request(manifest={"tensors": self._entries}))
+            self._stream.send(manifest_request(self._entries))
             self._entries, self._declared, self._sent = [], self._end, time.monotonic()
 
     def _repeat_inline(self) -> None:
@@ -304,7 +318,6 @@ class SharedMemorySender:
             self._stream.close()
             self._stream = None
         self._header.ClearField("source")
-        self._header.ClearField("tensors")
         self._progress.repeat(sum(size for _, _, _, size, _ in self._written))
         self._inline = InlineSender(
             self._start, self._header, self._limit, self._progress, upfront=self._inline_upfront
@@ -335,22 +348,41 @@ def push_buffer(
         if offset is None:
             where = "is not in the shared buffer; gather it into the memory that `take` returns"
             raise InvalidArgument(f"{tensor.name}: {where}")
-    # No copying could overlap with the server's work, so client and server each process all tensors with all threads.
-    digests = _digests([tensor.data for tensor in tensors])
-    for tensor, digest, offset in zip(tensors, digests, offsets, strict=True):
-        header.tensors.append(tensor.entry(digest, offset))
     header.source.shared_memory.name = buffer.segment.name
     total = sum(len(tensor.data) for tensor in tensors)
     try:
-        response = push_header(start, header)
+        # In place, the server reserves less memory for tensors that the header declares.
+        if total < _THREADED_BYTES * len(tensors) and not header.in_place:
+            response = _declare_in_turn(start, header, tensors, offsets)
+        else:
+            # Client and server each process all tensors with all threads.
+            digests = _digests([tensor.data for tensor in tensors])
+            found = zip(tensors, digests, offsets, strict=True)
+            response = push_header(start, header, [tensor.entry(*where) for tensor, *where in found])
     except NotFound:
         if not fall_back:
             raise
         header.ClearField("source")
-        header.ClearField("tensors")
-        return send_all(InlineSender(start, header, total, progress, upfront=False), tensors)
+        return send_all(InlineSender(start, header, total, progress, upfront=False, unchanged=True), tensors)
     progress.add(total)
     return response
+
+
+def _declare_in_turn(start: StartCall, header: Any, tensors: list[OutgoingTensor], offsets: list[int]) -> Any:
+    """Declares tensors in a segment some at a time, which the server reads while this thread digests the next ones."""
+    header.total_bytes = sum(len(tensor.data) for tensor in tensors)
+    with start() as stream:
+        stream.send(header_request(header, ()))
+        entries, size = [], 0
+        for tensor, offset in zip(tensors, offsets, strict=True):
+            entries.append(tensor.entry(digest_of(tensor.data), offset))
+            size += len(tensor.data)
+            if size >= _DECLARED_BYTES:
+                stream.send(manifest_request(entries))
+                entries, size = [], 0
+        if entries:
+            stream.send(manifest_request(entries))
+        return commit(stream)
 
 
 class BufferedSender:
@@ -364,7 +396,7 @@ class BufferedSender:
 
     def write(self, tensor: OutgoingTensor) -> None:
         """As `Sender.write`."""
-        self._kept.append(replace(tensor, data=memoryview(bytes(tensor.data))))
+        self._kept.append(tensor._replace(data=memoryview(bytes(tensor.data))))
 
     def commit(self) -> Any:
         """As `Sender.commit`."""
@@ -394,7 +426,8 @@ def _digests(parts: list[memoryview]) -> list[bytes]:
     digests = [b""] * len(parts)
     todo: queue.SimpleQueue[int] = queue.SimpleQueue()
     # The largest first, so that the threads end together.
-    for index in sorted(range(len(parts)), key=lambda index: -len(parts[index])):
+    large = [index for index, part in enumerate(parts) if len(part) >= _THREADED_BYTES]
+    for index in sorted(large, key=lambda index: -len(parts[index])):
         todo.put(index)
 
     def make() -> None:
@@ -405,39 +438,23 @@ def _digests(parts: list[memoryview]) -> list[bytes]:
 
     # One task per thread, not per part: submitting a small part takes longer than its digest.
     with ThreadPoolExecutor(_DIGEST_THREADS, thread_name_prefix="rollout-digest") as threads:
-        for made in [threads.submit(make) for _ in range(_DIGEST_THREADS)]:
+        making = [threads.submit(make) for _ in range(_DIGEST_THREADS)]
+        for index, part in enumerate(parts):
+            if len(part) < _THREADED_BYTES:
+                digests[index] = digest_of(part)
+        for made in making:
             made.result()
     return digests
 
 
-def push_header(start: StartCall, header: Any) -> Any:
-    """Sends a push whose tensors the server reads itself; returns the `UpdateResponse`."""
+def push_header(start: StartCall, header: Any, entries: Iterable[bytes] = ()) -> Any:
+    """Sends a push whose tensors, if any are declared, the server reads itself; returns the `UpdateResponse`."""
     with start() as stream:
-        stream.send(request(header=header))
+        stream.send(header_request(header, entries))
         return commit(stream)
-
-
-def chunk_request(tensor: int, offset: int, data: memoryview | bytes) -> tuple[bytes, memoryview | bytes]:
-    """The two parts of an `UpdateRequest` with a `Chunk`, encoded by hand: protobuf would copy the data three times."""
-    fields = b"\x08" + _varint(tensor) + b"\x10" + _varint(offset) + b"\x1a" + _varint(len(data))
-    return b"\x1a" + _varint(len(fields) + len(data)) + fields, data
 
 
 def commit(stream: ClientStream) -> Any:
     """Commits the push of a stream; returns the `UpdateResponse`."""
     stream.send(request(commit={}))
     return _proto.UPDATE.response.FromString(stream.finish())
-
-
-def request(**kind: Any) -> bytes:
-    """An `UpdateRequest` of this kind, encoded."""
-    return _proto.UPDATE.request(**kind).SerializeToString()
-
-
-def _varint(value: int) -> bytes:
-    encoded = bytearray()
-    while value > 0x7F:  # noqa: PLR2004 seven bits a byte
-        encoded.append(value & 0x7F | 0x80)
-        value >>= 7
-    encoded.append(value)
-    return bytes(encoded)

@@ -10,7 +10,7 @@ import hashlib
 import math
 import sys
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -30,19 +30,18 @@ class Layout:
     dtype: DtypeName
     shape: tuple[int, ...]
 
-    @property
+    @functools.cached_property
     def elements(self) -> int:
         """The number of elements."""
         return math.prod(self.shape)
 
-    @property
+    @functools.cached_property
     def size(self) -> int:
         """The number of bytes."""
         return self.elements * ITEM_SIZES[self.dtype]
 
 
-@dataclass(frozen=True)
-class TensorBytes:
+class TensorBytes(NamedTuple):
     """A tensor's values, row-major and little-endian."""
 
     layout: Layout
@@ -59,7 +58,7 @@ def layout_of(name: str, tensor: Any) -> Layout:
     """
     if _is_raw(tensor):
         _, dtype, shape = tensor
-        return Layout(_known_dtype(name, str(dtype)), tuple(int(size) for size in shape))
+        return _layout(_known_dtype(name, str(dtype)), tuple(shape))
     if not (hasattr(tensor, "dtype") and hasattr(tensor, "shape")):
         raise InvalidArgument(f"{name}: expected an array, a tensor or (bytes, dtype, shape), got {_type_name(tensor)}")
     if isinstance(tensor, np.ndarray):
@@ -67,7 +66,7 @@ def layout_of(name: str, tensor: Any) -> Layout:
     else:
         shape = tuple(int(size) for size in tensor.shape)
         _refuse_part(name, tensor, shape)
-    return Layout(_known_dtype(name, _dtype_name(tensor.dtype)), shape)
+    return _layout(_known_dtype(name, _dtype_name(tensor.dtype)), shape)
 
 
 def bytes_of(name: str, tensor: Any) -> TensorBytes:
@@ -115,6 +114,11 @@ def checksum_of(tensor: Any, dtype: DtypeName) -> str:
         SHA-256 of the row-major little-endian bytes, in hexadecimal.
     """
     return hashlib.sha256(bits_of("tensor", tensor, dtype)).hexdigest()
+
+
+@functools.lru_cache(1024)  # a mixture of experts has thousands of tensors of two layouts
+def _layout(dtype: DtypeName, shape: tuple[int, ...]) -> Layout:
+    return Layout(dtype, tuple(map(int, shape)))
 
 
 def _cast(bits: npt.NDArray[Any], source: str, target: str) -> npt.NDArray[Any]:

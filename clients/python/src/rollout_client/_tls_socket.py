@@ -53,9 +53,16 @@ class TlsSocket:
         self._socket.settimeout(timeout)
 
     def sendmsg(self, parts: Sequence[memoryview]) -> int:
-        """Sends bytes of the first part, and returns their number. For one thread at a time."""
+        """Sends the first bytes, and returns their number. For one thread at a time."""
+        piece: memoryview | bytearray = parts[0][:_PIECE_BYTES]
+        if len(piece) < _PIECE_BYTES:  # small parts are joined, each would take a system call
+            piece = bytearray()
+            for part in parts:
+                piece += part[: _PIECE_BYTES - len(piece)]
+                if len(piece) == _PIECE_BYTES:
+                    break
         with self._lock:
-            sent = self._tls.write(next(iter(parts))[:_PIECE_BYTES])
+            sent = self._tls.write(piece)
             encrypted = self._to_send.read()
         self._socket.sendall(encrypted)
         return sent

@@ -54,6 +54,10 @@ class PushStream:
             self.is_committing = True
         self._put(message)
 
+    def send_all(self, messages: Iterable[tuple[bytes | memoryview, ...]]) -> None:
+        for parts in messages:
+            self.send(*parts)
+
     def finish(self) -> bytes:
         self._changed.wait_for(lambda: self._ended)
         if self._error is not None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from types import TracebackType
 from typing import Protocol, TypeVar
@@ -70,8 +70,16 @@ class FanOut:
             RolloutError: too few replicas are left, or one refuses what the push contains.
         """
         if parts != (COMMIT,):
-            self._each(self._streams, lambda stream: stream.send(*parts), STALLED_SECONDS)
-            self._check_quorum()
+            self.send_all([parts])
+
+    def send_all(self, messages: Sequence[tuple[bytes | memoryview, ...]]) -> None:
+        """As `ClientStream.send_all`, to all replicas. The commit is not among the messages.
+
+        Raises:
+            RolloutError: as for `send`.
+        """
+        self._each(self._streams, lambda stream: stream.send_all(messages), STALLED_SECONDS)
+        self._check_quorum()
 
     def check(self) -> None:
         """As `ClientStream.check`, for all replicas."""
