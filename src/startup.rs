@@ -18,6 +18,7 @@ use crate::comm::Trainers;
 use crate::config::{Config, DTypeChoice, GraphsChoice, ReasoningChoice, SpeculationChoice};
 use crate::engine::{COMMAND_QUEUE, Engine, EngineHandle, Setup};
 use crate::error::{Error, Result};
+use crate::executor::Executor;
 use crate::model::config::{ExpertsConfig, ModelConfig, VisionConfig};
 use crate::model::{Build, Model, ModelLimits, Parameterized, Tower, TowerShape, WorkspaceShape};
 use crate::observe::{Observer, Recorder};
@@ -178,13 +179,11 @@ pub fn start(config: &Config, observer: Observer, recorder: Recorder) -> Result<
         max_adapters: config.max_adapters,
         max_lora_rank: config.max_lora_rank,
         clock: Clock::System,
-        observer,
+        observer: observer.clone(),
         recorder,
     };
     let tokenizer = encoder.as_ref().map(|encoder| encoder.tokenizer.clone());
-    let engine = Engine::new(executor, scheduler, tokenizer, commands, setup);
-    let thread = std::thread::Builder::new().name("engine".into()).spawn(move || engine.run());
-    let thread = thread.map_err(|e| Error::Internal(format!("cannot start the engine's thread: {e}")))?;
+    let thread = start_thread(Engine::new(executor, scheduler, tokenizer, commands, setup))?;
     let model = ModelFacts {
         routing: model.experts.as_ref().map(|experts| routing_rules(&layout, experts)),
         images: model.vision.map(|vision| image_rules(config, &layout, vision)),
@@ -200,6 +199,7 @@ pub fn start(config: &Config, observer: Observer, recorder: Recorder) -> Result<
         model: Arc::new(model),
         info,
         engine: EngineHandle::new(sender),
+        metrics: observer.metrics,
         traffic,
         parameters,
         sources,
@@ -211,6 +211,11 @@ pub fn start(config: &Config, observer: Observer, recorder: Recorder) -> Result<
         writes_token_ids: config.return_tokens_as_token_ids,
     };
     Ok((context, thread))
+}
+
+fn start_thread(engine: Engine<impl Executor + Send + 'static>) -> Result<EngineThread> {
+    let thread = std::thread::Builder::new().name("engine".into()).spawn(move || engine.run());
+    thread.map_err(|e| Error::Internal(format!("cannot start the engine's thread: {e}")))
 }
 
 /// The experts that tokens take.

@@ -157,7 +157,7 @@ const FLAGS: &[Row] = &[
     (&["logprobs-mode"], One, Only(&["processed_logprobs"], "requests choose with logprobs_mode, \"raw\" or \"processed\"; the default is processed")),
     (&["seed", "random-seed"], One, Always("requests give their seeds; without one, the server draws and returns it")),
     (&["enable-auto-tool-choice"], Switch, Always("calls of tools are always parsed")),
-    (&["tool-call-parser"], One, Only(&["hermes", "llama3_json", "mistral", "qwen", "qwen25", "llama3"], "the chat template says which of the formats hermes, llama3_json and mistral the model writes")),
+    (&["tool-call-parser"], One, Only(&["hermes", "llama3_json", "mistral", "qwen3_coder", "qwen3_xml", "qwen", "qwen25", "llama3"], "the chat template says which of the formats hermes, qwen3_coder, llama3_json and mistral the model writes")),
     (&["structured-outputs-config", "guided-decoding-backend", "grammar-backend"], One, Always("llguidance is the only backend, and computes all grammars")),
     (&["reasoning-config"], One, Always("the marks of reasoning are <think> and </think>")),
     (&["exclude-tools-when-tool-choice-none"], Switch, Rejected("leave tools out of such requests")),

@@ -17,7 +17,7 @@ use crate::logs::LogWriter;
 pub use journal::{ErrorNote, Journal, PushGuard, PushNote};
 pub use metrics::{
     CallCounts, Counter, Gauge, Histogram, Lifecycle, Metrics, PushKind, SampleEnd, ServedFacts, ServerFacts,
-    SleepState, StepKind, Transport,
+    SleepState, StepKind, ToolCallMetrics, Transport,
 };
 pub use timeline::{Follower, News, Phase, Recorder, Span, TIMELINE_BYTES, Timeline, TraceFile, TrackName, Window};
 

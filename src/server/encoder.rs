@@ -6,8 +6,8 @@ use std::sync::Arc;
 use crate::error::{Error, Result};
 use crate::grammar::GrammarCompiler;
 use crate::memory::{Charge, Traffic};
-use crate::text::{ChatTemplate, Conversation, ReasoningFormat, Tokenizer, ToolFormat};
-use crate::types::TokenId;
+use crate::text::{ChatTemplate, Conversation, ReasoningFormat, Tokenizer};
+use crate::types::{TokenId, ToolFormat};
 
 /// Most bytes that encoding takes for a byte of text. Random letters, each of them a token, took 250.
 const ENCODING: u64 = 256;

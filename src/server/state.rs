@@ -19,7 +19,7 @@ use crate::engine::EngineHandle;
 use crate::error::{Error, Result};
 use crate::memory::Traffic;
 use crate::model::config::VisionConfig;
-use crate::observe::Observer;
+use crate::observe::{Metrics, Observer};
 use crate::pixels::{DecodeSlots, Preprocessor};
 use crate::text::ReasoningFormat;
 use crate::types::{RoutingFormat, TokenId};
@@ -32,6 +32,8 @@ pub struct ServingContext {
     /// The answer to GetInfo, without the facts of `model`.
     pub info: pb::GetInfoResponse,
     pub engine: EngineHandle,
+    /// Counts what the services find in requests and answers.
+    pub metrics: Arc<Metrics>,
     /// Count of the bytes of requests and replies in progress.
     pub traffic: Traffic,
     /// The model's parameters, against which pushes are checked.

@@ -19,9 +19,9 @@ use time::format_description::parse_strftime_borrowed;
 
 use super::gguf;
 use super::reasoning::ReasoningFormat;
-use super::tool_calls::ToolFormat;
 use crate::error::{Error, Result};
 use crate::memory::{Charge, Traffic};
+use crate::types::ToolFormat;
 use program::Program;
 
 /// Name of the template in its environment. It has no file extension, so minijinja does not escape for HTML.

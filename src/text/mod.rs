@@ -21,4 +21,4 @@ pub use stop::{StopMatcher, StopStrings};
 pub use tiktoken::TiktokenRanks;
 pub use tokenizer::Tokenizer;
 pub use tokenizer_info::tokenizer_info;
-pub use tool_calls::{Piece, ToolCall, ToolFormat, ToolParser};
+pub use tool_calls::{KnownTool, Piece, ToolCall, ToolParser};

@@ -9,6 +9,7 @@ mod prompt;
 mod routing;
 mod sampling;
 mod stats;
+mod tool_calls;
 
 pub use mask::TokenMask;
 pub use picture::{Picture, PictureHash};
@@ -21,6 +22,7 @@ pub use rollout_kernels::{Distribution, TaskReturns, TokenLogprobs};
 pub use routing::{ForcedRouting, RoutingFormat};
 pub use sampling::{FinishReason, SamplingParams, ThinkingBudget, sample_seed};
 pub use stats::{ENGINE_STATS, EngineStats};
+pub use tool_calls::{ToolCallCounts, ToolFormat};
 
 /// Index of a token in the vocabulary.
 pub type TokenId = u32;

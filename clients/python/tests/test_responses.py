@@ -157,7 +157,12 @@ def test_abort_info_status_reset(call, fake):
     )
     memory = {"total_bytes": 10, "ceiling_bytes": 5, "entries": [{"name": "weights", "bytes": 3}], "resident_bytes": 4}
     fake.answers["GetStatus"] = lambda request, context: _proto.GET_STATUS.response(
-        lifecycle=1, memory=memory, total_blocks=8, free_blocks=7, tokens_per_second=1.5
+        lifecycle=1,
+        memory=memory,
+        total_blocks=8,
+        free_blocks=7,
+        tokens_per_second=1.5,
+        tool_calls=[{"format": "hermes", "parsed": 5, "unknown_tool": 1, "unclosed": 2}],
     )
     fake.answers["ResetPrefixCache"] = lambda request, context: _proto.RESET_PREFIX_CACHE.response(blocks=9)
     assert call(lambda client: client.abort("a")) == rollout_client.AbortResult(["a"], ["b"])
@@ -168,6 +173,8 @@ def test_abort_info_status_reset(call, fake):
     assert status.memory == rollout_client.MemoryLedger(10, 5, {"weights": 3}, 4)
     assert status.host_memory is None
     assert (status.total_blocks, status.free_blocks, status.tokens_per_second) == (8, 7, 1.5)
+    assert status.tool_calls == {"hermes": rollout_client.ToolCalls(5, 1, 0, 2)}
+    assert status.tool_calls["hermes"].malformed == 3
     assert call(lambda client: client.reset_prefix_cache()) == 9
 
 

@@ -12,6 +12,7 @@ mod ledger;
 mod look;
 mod number;
 mod render;
+mod tool_calls;
 
 use std::array::from_fn;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -24,6 +25,7 @@ use ledger::LedgerGauges;
 use number::{Bounds, FIRST_TOKEN, LATENCY, NEXT_TOKEN, ORDER, SAMPLES, STEP, STEP_TOKENS, TOKENS, Unit};
 pub use number::{Counter, Gauge, Histogram};
 pub use render::{ServedFacts, ServerFacts};
+pub use tool_calls::ToolCallMetrics;
 
 use crate::error::Error;
 use crate::memory::MemoryReport;
@@ -119,6 +121,7 @@ pub struct Metrics {
     woken_bytes: Counter,
 
     // The server.
+    pub tool_calls: ToolCallMetrics,
     pub connections: Gauge,
     pub grpc_calls: CallCounts,
     pub http_calls: CallCounts,
@@ -171,6 +174,7 @@ impl Default for Metrics {
             slept_bytes: from_fn(|_| Counter::default()),
             wake_time: from_fn(|_| seconds(ORDER)),
             woken_bytes: Counter::default(),
+            tool_calls: ToolCallMetrics::default(),
             connections: Gauge::default(),
             grpc_calls: CallCounts::default(),
             http_calls: CallCounts::default(),

@@ -44,6 +44,7 @@ impl Metrics {
         let stats = self.engine();
         engine(&mut text, &stats);
         self.requests(&mut text);
+        self.tool_calls(&mut text);
         self.latencies(&mut text, [&self.request_time, &self.queue_time, &self.prompt_lengths], u64::MAX);
         cache(&mut text, &stats);
         blocks(&mut text, &stats);
@@ -77,6 +78,16 @@ impl Metrics {
         text.begin("rollout:request_success_total", C, "Samples that have ended, by reason.");
         for (reason, count) in Finished::ALL.iter().zip(&self.finished) {
             text.sample(&[("finished_reason", reason.name())], count.get());
+        }
+    }
+
+    fn tool_calls(&self, text: &mut Exposition<'_>) {
+        let help = "Tool calls in samples, by format and by what has become of them: parsed, or malformed.";
+        text.begin("rollout:tool_calls_total", C, help);
+        for (format, calls) in self.tool_calls.snapshot() {
+            for (outcome, count) in calls.named() {
+                text.sample(&[("format", format.name()), ("outcome", outcome)], count);
+            }
         }
     }
 

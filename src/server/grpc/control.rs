@@ -8,8 +8,10 @@ use super::middleware::{Answer, answer, caller_of, deadline_of};
 use super::status::to_status;
 use crate::engine::{Command, EngineStatus};
 use crate::memory::{MemoryReport, MemoryUse, resident_bytes};
+use crate::observe::Metrics;
 use crate::server::calls::ask;
 use crate::server::{ImageRules, RoutingRules, ServerState, ServingContext, convert, lifecycle, pb};
+use crate::types::ToolCallCounts;
 
 pub(super) struct ControlService {
     server: ServerState,
@@ -42,6 +44,7 @@ impl pb::control_server::Control for ControlService {
             status.named_images = count(context.model.images.as_ref().map_or(0, |images| images.held.count()));
             status.uptime_seconds = self.started.elapsed().as_secs_f64();
             status.internal_errors += self.server.panics.count();
+            status.tool_calls = tool_calls(&self.server.observer.metrics);
             Ok(status)
         };
         answer(deadline_of(&request), status).await
@@ -126,6 +129,18 @@ fn routing_info(rules: &RoutingRules) -> pb::RoutingInfo {
         experts: count(rules.format.experts),
         returned: rules.is_kept,
     }
+}
+
+fn tool_calls(metrics: &Metrics) -> Vec<pb::ToolCalls> {
+    let used = metrics.tool_calls.snapshot().filter(|(_, calls)| *calls != ToolCallCounts::default());
+    used.map(|(format, calls)| pb::ToolCalls {
+        format: format.name().into(),
+        parsed: calls.parsed,
+        unknown_tool: calls.unknown_tool,
+        invalid: calls.invalid,
+        unclosed: calls.unclosed,
+    })
+    .collect()
 }
 
 /// The part of the reply to GetStatus that the engine knows.

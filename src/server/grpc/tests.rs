@@ -29,6 +29,7 @@ pub(super) fn open() -> (StageSetter, ServerState, Receiver<Command>) {
         model: Arc::new(model),
         info: pb::GetInfoResponse::default(),
         engine: EngineHandle::new(sender),
+        metrics: Arc::default(),
         traffic: Traffic::new(1 << 30),
         parameters: Arc::new(Parameters::new(Vec::new(), Dtype::F32, 1, false)),
         sources: Arc::default(),

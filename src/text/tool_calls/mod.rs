@@ -1,30 +1,31 @@
 //! Finds tool calls in the text of a sample while it arrives in pieces, in the format that the chat template teaches
 //! the model.
 
+mod function;
 mod json;
+mod parameters;
+mod python;
 
+use std::sync::Arc;
+
+use function::FunctionScan;
 use json::ValueEnd;
+pub use parameters::KnownTool;
 
-/// A format in which a family of models writes calls.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum ToolFormat {
-    /// `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`, anywhere and several times: Qwen 2.5 and 3, Hermes.
-    Hermes,
-    /// `{"name": ..., "parameters": {...}}` as the whole answer, or several of them separated by `;`: Llama 3.
-    Llama,
-    /// `[TOOL_CALLS][{"name": ..., "arguments": {...}}, ...]`, or the list as the whole answer, because the mark is a
-    /// special token, which the text omits: Mistral.
-    Mistral,
-    /// `[{"name": ..., "parameters": {...}}, ...]` as the whole answer, which a grammar enforces.
-    List,
-}
+use crate::types::{ToolCallCounts, ToolFormat};
+
+/// The member that JSON has if it is meant as a call. Other JSON without a mark is an answer, not a call that failed.
+const NAME: &str = "\"name\"";
 
 impl ToolFormat {
     /// The format that the source of a chat template shows to the model; None if it shows another or none.
     pub fn of_template(source: &str) -> Option<Self> {
         if source.contains("<tool_call>") {
-            // Qwen3-Coder writes XML between the same marks.
-            return (!source.contains("<function=")).then_some(Self::Hermes);
+            return match source.contains(function::OPEN) {
+                true => Some(Self::Qwen3Coder),
+                // GLM-4.5 writes a name and pairs of tags between the same marks.
+                false => (!source.contains("<arg_key>")).then_some(Self::Hermes),
+            };
         }
         if source.contains("[TOOL_CALLS]") {
             // Later templates write a name and its arguments after the mark, instead of a list.
@@ -37,7 +38,7 @@ impl ToolFormat {
     /// The mark that begins a call anywhere in the text.
     pub fn mark(self) -> Option<&'static str> {
         match self {
-            Self::Hermes => Some("<tool_call>"),
+            Self::Hermes | Self::Qwen3Coder => Some("<tool_call>"),
             Self::Mistral => Some("[TOOL_CALLS]"),
             Self::Llama => Some("<|python_tag|>"),
             Self::List => None,
@@ -47,23 +48,37 @@ impl ToolFormat {
     /// Text that may follow a call and belongs to it.
     fn end(self) -> &'static str {
         match self {
-            Self::Hermes => "</tool_call>",
+            Self::Hermes | Self::Qwen3Coder => "</tool_call>",
             Self::Llama => ";",
             Self::Mistral | Self::List => "",
         }
     }
 
-    /// First character of a call's JSON.
-    fn bracket(self) -> char {
+    /// The text that a call begins with, behind its mark.
+    fn opening(self) -> &'static str {
         match self {
-            Self::Hermes | Self::Llama => '{',
-            Self::Mistral | Self::List => '[',
+            Self::Hermes | Self::Llama => "{",
+            Self::Mistral | Self::List => "[",
+            Self::Qwen3Coder => function::OPEN,
         }
     }
 
     /// Whether a call may stand at the beginning of the text without a mark.
     fn may_be_bare(self) -> bool {
-        self != Self::Hermes
+        matches!(self, Self::Llama | Self::Mistral | Self::List)
+    }
+
+    /// Whether a call's JSON is a list of calls.
+    fn is_list(self) -> bool {
+        self.opening() == "["
+    }
+
+    /// Finds the end of a call that begins at index `start` of the text.
+    fn scan(self, start: usize) -> Scan {
+        match self {
+            Self::Qwen3Coder => Scan::Function(FunctionScan::from(start)),
+            Self::Hermes | Self::Llama | Self::Mistral | Self::List => Scan::Json(ValueEnd::from(start)),
+        }
     }
 }
 
@@ -71,7 +86,7 @@ impl ToolFormat {
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct ToolCall {
     pub name: String,
-    /// The JSON that the model wrote.
+    /// JSON: the model's own, or what its texts stand for.
     pub arguments: String,
 }
 
@@ -89,27 +104,39 @@ pub enum Piece {
 #[derive(Clone, Debug)]
 pub struct ToolParser {
     format: ToolFormat,
-    /// Names of the tools. JSON without a mark is a call only if it names one of them.
-    names: Vec<String>,
+    /// The tools that the request offers. JSON without a mark is a call only if it names one of them.
+    tools: Arc<[KnownTool]>,
     state: State,
     /// Text that has not been reported.
     held: String,
-    has_calls: bool,
+    counts: ToolCallCounts,
 }
 
 #[derive(Clone, Debug)]
 enum State {
     /// Outside of calls. `is_fresh`: only white space has arrived since the beginning or the last call.
     Open { is_fresh: bool },
-    /// Within the JSON of a call, which begins at `start`, after the mark if there is one.
-    Call { start: usize, is_bare: bool, end: ValueEnd },
-    /// After a call's JSON.
+    /// Within a call, which begins at `start`, after the mark if there is one.
+    Call { start: usize, is_bare: bool, scan: Scan },
+    /// After a call.
     Close,
 }
 
+/// Finds the end of a call.
+#[derive(Clone, Debug)]
+enum Scan {
+    Json(ValueEnd),
+    Function(FunctionScan),
+}
+
 impl ToolParser {
-    pub fn new(format: ToolFormat, names: Vec<String>) -> Self {
-        Self { format, names, state: State::Open { is_fresh: true }, held: String::new(), has_calls: false }
+    pub fn new(format: ToolFormat, tools: Arc<[KnownTool]>) -> Self {
+        let state = State::Open { is_fresh: true };
+        Self { format, tools, state, held: String::new(), counts: ToolCallCounts::default() }
+    }
+
+    pub fn format(&self) -> ToolFormat {
+        self.format
     }
 
     /// Takes the next piece of text, and appends the calls and contents that it completes to `out`.
@@ -121,14 +148,7 @@ impl ToolParser {
                     let is_fresh = *is_fresh;
                     self.open(is_fresh, out)
                 }
-                State::Call { start, is_bare, end } => match end.find(&self.held) {
-                    Some(len) => {
-                        let (start, is_bare) = (*start, *is_bare);
-                        self.end_call(start, len, is_bare, out);
-                        true
-                    }
-                    None => false,
-                },
+                State::Call { .. } => self.call(out),
                 State::Close => self.close(),
             };
             if !goes_on {
@@ -137,23 +157,33 @@ impl ToolParser {
         }
     }
 
-    /// Appends the rest at the end of the text.
-    pub fn finish(mut self, out: &mut Vec<Piece>) {
+    /// Appends the rest at the end of the text. Returns what has become of the text's calls.
+    pub fn finish(mut self, out: &mut Vec<Piece>) -> ToolCallCounts {
+        self.counts.unclosed += match &self.state {
+            State::Call { is_bare, .. } => u64::from(!is_bare || self.held.contains(NAME)),
+            State::Open { .. } => u64::from(self.format.mark().is_some_and(|mark| self.held.contains(mark))),
+            State::Close => 0,
+        };
         if !matches!(self.state, State::Close) {
             self.give(self.held.len(), out);
         }
+        self.counts
+    }
+
+    fn has_calls(&self) -> bool {
+        self.counts.parsed + self.counts.unknown_tool > 0
     }
 
     /// Looks for the beginning of a call; returns false if it needs more text.
     fn open(&mut self, is_fresh: bool, out: &mut Vec<Piece>) -> bool {
-        let bracket = self.format.bracket();
-        if is_fresh && self.has_calls {
+        let opening = self.format.opening();
+        if is_fresh && self.has_calls() {
             let space = leading_space(&self.held);
             self.held.drain(..space);
         }
-        if is_fresh && self.is_bare(bracket) {
+        if is_fresh && self.is_bare(opening) {
             let start = leading_space(&self.held);
-            self.state = State::Call { start, is_bare: true, end: ValueEnd::from(start) };
+            self.state = State::Call { start, is_bare: true, scan: self.format.scan(start) };
             return true;
         }
         let Some(mark) = self.format.mark() else { return self.give_content("", out) };
@@ -163,25 +193,25 @@ impl ToolParser {
         self.state = State::Open { is_fresh: is_fresh && before == 0 };
         let behind = at - before + mark.len();
         let start = behind + leading_space(&self.held[behind..]);
-        match self.held[start..].chars().next() {
-            None => return false,
-            Some(c) if c == bracket => {
-                self.state = State::Call { start, is_bare: false, end: ValueEnd::from(start) };
-            }
-            Some(_) => {
-                self.give(behind, out);
-                self.state = State::Open { is_fresh: false };
-            }
+        let rest = &self.held[start..];
+        if rest.starts_with(opening) {
+            self.state = State::Call { start, is_bare: false, scan: self.format.scan(start) };
+        } else if opening.starts_with(rest) {
+            return false;
+        } else {
+            self.counts.invalid += 1;
+            self.give(behind, out);
+            self.state = State::Open { is_fresh: false };
         }
         true
     }
 
     /// Whether the held text begins with the JSON of a call without a mark.
-    fn is_bare(&self, bracket: char) -> bool {
+    fn is_bare(&self, opening: &str) -> bool {
         let text = self.held.trim_start();
         let mark = self.format.mark().unwrap_or_default();
         let may_be_mark = !mark.is_empty() && (text.starts_with(mark) || mark.starts_with(text));
-        self.format.may_be_bare() && text.starts_with(bracket) && !may_be_mark
+        self.format.may_be_bare() && text.starts_with(opening) && !may_be_mark
     }
 
     /// Returns the held text as content, except white space at its end and a possible beginning of `mark`. Returns
@@ -203,21 +233,36 @@ impl ToolParser {
         }
     }
 
-    /// Ends a call whose JSON is at `start..end` of the held text.
-    fn end_call(&mut self, start: usize, end: usize, is_bare: bool, out: &mut Vec<Piece>) {
-        let calls = json::calls(&self.held[start..end], self.format.bracket() == '[');
-        match calls.filter(|calls| !is_bare || calls.iter().all(|call| self.names.contains(&call.name))) {
+    /// Looks for the end of a call, and reports the call; returns false if it needs more text.
+    fn call(&mut self, out: &mut Vec<Piece>) -> bool {
+        let State::Call { start, is_bare, scan } = &mut self.state else { return false };
+        let (start, is_bare) = (*start, *is_bare);
+        let is_list = self.format.is_list();
+        let found = match scan {
+            Scan::Json(end) => end.find(&self.held).map(|end| (end, json::calls(&self.held[start..end], is_list))),
+            Scan::Function(scan) => {
+                let end = scan.find(&self.held);
+                end.map(|end| (end, scan.call(&self.held, &self.tools).map(|call| vec![call])))
+            }
+        };
+        let Some((end, calls)) = found else { return false };
+        let is_known = |call: &ToolCall| self.tools.iter().any(|tool| tool.name == call.name);
+        match calls.filter(|calls| !is_bare || calls.iter().all(is_known)) {
             Some(calls) => {
+                let known = calls.iter().filter(|call| is_known(call)).count() as u64;
+                self.counts.parsed += known;
+                self.counts.unknown_tool += calls.len() as u64 - known;
                 out.extend(calls.into_iter().map(Piece::Call));
                 self.held.drain(..end);
-                self.has_calls = true;
                 self.state = State::Close;
             }
             None => {
+                self.counts.invalid += u64::from(!is_bare || self.held[start..end].contains(NAME));
                 self.give(end, out);
                 self.state = State::Open { is_fresh: false };
             }
         }
+        true
     }
 
     /// Skips text that belongs to the last call; returns false if it needs more text.

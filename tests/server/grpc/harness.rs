@@ -67,6 +67,7 @@ pub fn context(engine: EngineHandle) -> ServingContext {
         model,
         info,
         engine,
+        metrics: Arc::default(),
         traffic,
         parameters,
         sources,

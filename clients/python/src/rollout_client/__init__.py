@@ -40,7 +40,7 @@ from .options import (
 from .process import ServerProcess
 from .returns import PolicyScore, Returned, Returns
 from .routing import Routing, RoutingInfo, join_routing
-from .status import MemoryLedger, OpenUpdate, ServerStatus
+from .status import MemoryLedger, OpenUpdate, ServerStatus, ToolCalls
 from .types import (
     AbortResult,
     AdapterInfo,
@@ -152,6 +152,7 @@ __all__ = [
     "Tls",
     "TokenDelta",
     "TokenIds",
+    "ToolCalls",
     "TopLogprobs",
     "Unauthenticated",
     "Unavailable",

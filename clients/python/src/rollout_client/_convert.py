@@ -21,7 +21,7 @@ from ._fields import extend, known, set_field, set_rows
 from .errors import Internal, InvalidArgument
 from .options import GenerateStreamOptions, RequestOptions, ScoreOptions, refuse_unknown
 from .routing import Routing
-from .status import MemoryLedger, ServerStatus
+from .status import MemoryLedger, ServerStatus, ToolCalls
 from .types import (
     AbortResult,
     Chat,
@@ -356,6 +356,10 @@ def server_status(response: Any) -> ServerStatus:
     values["lifecycle"] = known(LIFECYCLES, response.lifecycle)
     values["update"] = open_update(response.update) if response.HasField("update") else None
     values["asleep"] = asleep(response.asleep) if response.HasField("asleep") else None
+    values["tool_calls"] = {
+        calls.format: ToolCalls(calls.parsed, calls.unknown_tool, calls.invalid, calls.unclosed)
+        for calls in response.tool_calls
+    }
     return ServerStatus(**values)
 
 

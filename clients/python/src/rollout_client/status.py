@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from .types import Asleep, Lifecycle
 
@@ -40,6 +40,25 @@ class OpenUpdate:
     """Since the server last received a part of it, or worked on it."""
     committed: bool
     """Whether it is complete, and waits for requests to end (`running="wait"`)."""
+
+
+@dataclass(frozen=True)
+class ToolCalls:
+    """Counts of tool calls in one format, in chats over HTTP whose text was searched for calls."""
+
+    parsed: int
+    """Calls of tools that the request offers."""
+    unknown_tool: int
+    """Calls that name another tool."""
+    invalid: int
+    """Marks of a call without a call behind them: the JSON is invalid, or it has no name."""
+    unclosed: int
+    """Calls that the text ends within."""
+
+    @property
+    def malformed(self) -> int:
+        """All calls but the parsed ones."""
+        return self.unknown_tool + self.invalid + self.unclosed
 
 
 @dataclass(frozen=True)
@@ -95,3 +114,5 @@ class ServerStatus:
     """Images whose embeddings are held or being made."""
     named_images: int = 0
     """Images that calls may name by their hashes, because the server holds their pixels."""
+    tool_calls: dict[str, ToolCalls] = field(default_factory=dict)
+    """Tool calls by format (`"hermes"`, `"qwen3_coder"`, …), without formats that no sample has used."""

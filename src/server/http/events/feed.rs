@@ -64,6 +64,7 @@ impl Feed {
             self.member(&mut event, "engine", &self.engine());
             self.member(&mut event, "latencies", &self.latencies());
             self.member(&mut event, "outcomes", &self.outcomes());
+            self.member(&mut event, "tool_calls", &self.tool_calls());
             self.member(&mut event, "memory", &self.memory(context.as_deref()));
             self.member(&mut event, "pushes", &self.pushes());
             self.member(&mut event, "errors", &self.errors());
@@ -129,6 +130,15 @@ impl Feed {
     /// Number of requests that have ended, by outcome.
     fn outcomes(&self) -> Value {
         self.server.observer.metrics.outcomes().map(|(outcome, n)| (outcome.to_owned(), json!(n))).collect()
+    }
+
+    /// Parsed and malformed tool calls by format, without formats that no sample has used.
+    fn tool_calls(&self) -> Value {
+        let counts = self.server.observer.metrics.tool_calls.snapshot();
+        let used = counts.map(|(format, calls)| (format.name(), calls.parsed, calls.malformed()));
+        used.filter(|(_, parsed, malformed)| parsed + malformed > 0)
+            .map(|(format, parsed, malformed)| (format.to_owned(), json!({ "parsed": parsed, "malformed": malformed })))
+            .collect()
     }
 
     /// The ledger in bytes, beside what the process really takes.

@@ -43,6 +43,8 @@ function refresh(name) {
     panels.requests(state.requests);
   } else if (name === "outcomes") {
     panels.outcomes(state.outcomes);
+  } else if (name === "tool_calls") {
+    panels.toolCalls(state.tool_calls);
   } else if (name === "errors") {
     panels.errors(state.errors);
   }

@@ -117,6 +117,17 @@ export function latency(name, { isWhole, values: [median, highest] }, shown) {
 }
 
 // The requests that have ended, by how.
+// Shares by format, once a sample has had a call.
+export function toolCalls(formats) {
+  const all = Object.entries(formats);
+  byId("calls-card").hidden = all.length === 0;
+  const sum = (name) => all.reduce((sum, [, calls]) => sum + calls[name], 0);
+  const [parsed, malformed] = [sum("parsed"), sum("malformed")];
+  big("calls", percent(share(parsed, parsed + malformed)), "parsed");
+  const more = all.map(([format, { parsed, malformed }]) => `${format}: ${count(malformed)} of ${count(parsed + malformed)} malformed`);
+  write("calls-more", more.join(" · "));
+}
+
 export function outcomes({ finished = 0, aborted = 0, ...failed }) {
   const kinds = Object.entries(failed).sort((a, b) => b[1] - a[1]);
   const sum = kinds.reduce((all, [, n]) => all + n, 0);

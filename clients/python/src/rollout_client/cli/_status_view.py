@@ -108,6 +108,8 @@ class StatusView:
         rows.add_row("KV cache", self._blocks(status))
         if self._monitor.info is not None and self._monitor.info.images is not None:
             rows.add_row("images", self._images(status))
+        if status.tool_calls:
+            rows.add_row("tool calls", self._tool_calls(status))
         rows.add_row(f"last {self._window:.0f} s", self._strip())
         rows.add_row("pushes", self._pushes())
         # Last, because a low terminal cuts off the last lines.
@@ -159,6 +161,13 @@ class StatusView:
             f" {status.reused_images:,} of {status.queried_images:,} found encoded, "
             f"{status.encoded_images:,} encoded, {status.held_images:,} held"
         )
+
+    def _tool_calls(self, status: ServerStatus) -> Text:
+        parts = [
+            f"{name}: {calls.parsed:,} parsed, {calls.malformed:,} malformed"
+            for name, calls in status.tool_calls.items()
+        ]
+        return Text("; ".join(parts))
 
     def _memory(self, ledger: MemoryLedger, resident: int | None) -> RenderableType:
         reserved, ceiling = sum(ledger.entries.values()), _format.size(ledger.ceiling_bytes)

@@ -88,7 +88,7 @@ pub(super) struct Call {
 struct Function {
     #[serde(skip_serializing_if = "Option::is_none")]
     name: Option<String>,
-    /// JSON, as the model has written it.
+    /// JSON: the model's own, or what its texts stand for.
     #[serde(skip_serializing_if = "Option::is_none")]
     arguments: Option<String>,
 }

@@ -1,14 +1,17 @@
 //! The message that a sample is: its reasoning, its content and its calls of tools, found in the text while it arrives.
 //! Each protocol writes the parts in its own shape.
 
+use std::sync::Arc;
+
 use rand::distr::{Alphanumeric, SampleString as _};
 
 use super::parser::MessageParser;
 use super::tools::ToolCalling;
 use crate::engine::ValidRequest;
+use crate::observe::Metrics;
 use crate::server::http::openai::answers::Report;
-use crate::text::{Piece, ReasoningFormat, ReasoningParser, ReasoningStart, ReasoningTokens, ToolFormat, ToolParser};
-use crate::types::{TokenId, TokenLogprobs};
+use crate::text::{Piece, ReasoningFormat, ReasoningParser, ReasoningStart, ReasoningTokens, ToolParser};
+use crate::types::{TokenId, TokenLogprobs, ToolFormat};
 
 /// Bytes that are kept for each sample until the answer is sent, besides the names of the tools.
 const SAMPLE: usize = 512;
@@ -36,6 +39,8 @@ pub(in crate::server::http) struct ChatOptions {
     pub(in crate::server::http) spared: Option<ReasoningFormat>,
     /// Whether a grammar constrains the text from its first token.
     pub(super) is_constrained: bool,
+    /// Counts the calls.
+    pub(super) metrics: Arc<Metrics>,
 }
 
 impl ChatOptions {
@@ -61,8 +66,8 @@ impl ChatOptions {
     fn parser(&self, prompt: &[TokenId]) -> (MessageParser, Option<ReasoningTokens>) {
         let (tools, call) = match &self.calling {
             ToolCalling::Never | ToolCalling::Named(_) => (None, None),
-            ToolCalling::Required { names } => (Some(ToolParser::new(ToolFormat::List, names.clone())), None),
-            ToolCalling::Auto { format, names } => (Some(ToolParser::new(*format, names.clone())), format.mark()),
+            ToolCalling::Required { tools } => (Some(ToolParser::new(ToolFormat::List, tools.clone())), None),
+            ToolCalling::Auto { format, tools } => (Some(ToolParser::new(*format, tools.clone())), format.mark()),
         };
         let Some((format, tokenizer)) = self.reasoning.zip(self.report.tokenizer.as_deref()) else {
             return (MessageParser::new(None, tools), None);
@@ -104,7 +109,7 @@ pub(in crate::server::http) struct WholeMessage {
 pub(in crate::server::http) struct WholeCall {
     pub(in crate::server::http) id: String,
     pub(in crate::server::http) name: String,
-    /// JSON, as the model has written it.
+    /// JSON: the model's own, or what its texts stand for.
     pub(in crate::server::http) arguments: String,
 }
 
@@ -146,8 +151,8 @@ impl MessageReader {
     ) -> Vec<MessagePart> {
         let (mut pieces, mut parts) = (Vec::new(), Vec::new());
         self.parser.push(text.to_owned(), &mut pieces);
-        if is_last {
-            std::mem::take(&mut self.parser).finish(&mut pieces);
+        if is_last && let Some((format, calls)) = std::mem::take(&mut self.parser).finish(&mut pieces) {
+            options.metrics.tool_calls.count(format, calls);
         }
         for piece in pieces {
             match (piece, &options.calling) {

@@ -23,7 +23,7 @@ use crate::error::{Error, Result, shown};
 use crate::memory::Traffic;
 use crate::server::http::{AppState, HttpResult, JsonBody, members, sample};
 use crate::server::{ServingContext, pb};
-use crate::text::ToolFormat;
+use crate::types::ToolFormat;
 use tools::{MAX_SHOWN, ToolCalling};
 use writer::ChatWriter;
 
@@ -143,6 +143,7 @@ pub(in crate::server::http) fn message(
         includes_reasoning,
         spared,
         is_constrained: outputs.is_some() && spared.is_none(),
+        metrics: context.metrics.clone(),
     };
     Ok((pb::GenerateRequest { prompt_logprobs, return_text: true, ..message }, options))
 }

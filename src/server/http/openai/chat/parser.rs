@@ -1,6 +1,7 @@
 //! The parts of a sample's message: its reasoning first, then contents and calls of tools.
 
 use crate::text::{Piece, ReasoningParser, ToolParser};
+use crate::types::{ToolCallCounts, ToolFormat};
 
 /// Finds the parts of one sample's message while its text arrives. Only the text behind the reasoning is searched for
 /// calls.
@@ -24,16 +25,14 @@ impl MessageParser {
         found.into_iter().for_each(|piece| self.answer(piece, out));
     }
 
-    /// Appends the rest at the end of the text.
-    pub(super) fn finish(mut self, out: &mut Vec<Piece>) {
+    /// Appends the rest at the end of the text. Returns what has become of the calls, if it was searched for any.
+    pub(super) fn finish(mut self, out: &mut Vec<Piece>) -> Option<(ToolFormat, ToolCallCounts)> {
         let mut found = Vec::new();
         if let Some(reasoning) = self.reasoning.take() {
             reasoning.finish(&mut found);
         }
         found.into_iter().for_each(|piece| self.answer(piece, out));
-        if let Some(tools) = self.tools {
-            tools.finish(out);
-        }
+        self.tools.map(|tools| (tools.format(), tools.finish(out)))
     }
 
     /// Searches a content for calls.

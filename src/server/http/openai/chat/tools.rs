@@ -1,13 +1,15 @@
 //! The tools of a chat: their names, and whether the model may, must not or must call one.
 
 use std::collections::BTreeMap;
+use std::sync::Arc;
 
 use serde::Deserialize;
 use serde::de::DeserializeOwned;
 use serde_json::value::RawValue;
 
 use crate::error::{Error, Result, shown};
-use crate::text::ToolFormat;
+use crate::text::KnownTool;
+use crate::types::ToolFormat;
 
 /// Longest part of a client's text in an error.
 pub(super) const MAX_SHOWN: usize = 128;
@@ -17,10 +19,10 @@ pub(super) const MAX_SHOWN: usize = 128;
 pub(super) enum ToolCalling {
     /// There are none: the text is the content.
     Never,
-    /// They are in the text, in this format, beside the content. The names are those of the tools.
-    Auto { format: ToolFormat, names: Vec<String> },
+    /// They are in the text, in this format, beside the content.
+    Auto { format: ToolFormat, tools: Arc<[KnownTool]> },
     /// The text is a list of calls, and nothing else.
-    Required { names: Vec<String> },
+    Required { tools: Arc<[KnownTool]> },
     /// The text is the arguments of a call of this tool.
     Named(String),
 }
@@ -66,12 +68,12 @@ impl ToolCalling {
     ) -> Result<(Self, Option<String>)> {
         let invalid = |message: String| Error::invalid("tool_choice", message);
         let tools = tools.map(functions).transpose()?.unwrap_or_default();
-        let names = || tools.iter().map(|tool| tool.name.clone()).collect();
+        let known = || tools.iter().map(|tool| KnownTool::new(tool.name.clone(), tool.schema())).collect();
         let named = match choice.map_or("\"auto\"", RawValue::get) {
             "\"none\"" => return Ok((Self::Never, None)),
             "\"auto\"" => {
                 let format = format.filter(|_| !tools.is_empty());
-                return Ok((format.map_or(Self::Never, |format| Self::Auto { format, names: names() }), None));
+                return Ok((format.map_or(Self::Never, |format| Self::Auto { format, tools: known() }), None));
             }
             "\"required\"" => None,
             text => Some(serde_json::from_str::<Tool>(text).map_err(|_| {
@@ -86,7 +88,7 @@ impl ToolCalling {
             return Err(invalid("asks for a call, and there are no tools; send tools".into()));
         }
         let Some(Tool { function: ToolFunction { name, .. } }) = named else {
-            return Ok((Self::Required { names: names() }, Some(list_schema(&tools)?)));
+            return Ok((Self::Required { tools: known() }, Some(list_schema(&tools)?)));
         };
         match tools.iter().find(|tool| tool.name == name) {
             Some(tool) => Ok((Self::Named(name), Some(tool.schema().to_owned()))),
@@ -94,13 +96,13 @@ impl ToolCalling {
         }
     }
 
-    /// Bytes on the heap that the names take.
+    /// Bytes on the heap that the tools take.
     pub(super) fn heap_bytes(&self) -> usize {
         match self {
             Self::Never => 0,
             Self::Named(name) => name.len(),
-            Self::Auto { names, .. } | Self::Required { names } => {
-                names.iter().map(|name| name.len() + size_of::<String>()).sum()
+            Self::Auto { tools, .. } | Self::Required { tools } => {
+                tools.iter().map(|tool| tool.heap_bytes() + size_of::<KnownTool>()).sum()
             }
         }
     }
@@ -206,7 +208,8 @@ mod tests {
 
     #[test]
     fn each_choice_has_its_meaning() {
-        let auto = ToolCalling::Auto { format: ToolFormat::Hermes, names: vec!["add".into(), "f".into()] };
+        let known = || ["add", "f"].map(|name| KnownTool::new(name.into(), "{}")).into();
+        let auto = ToolCalling::Auto { format: ToolFormat::Hermes, tools: known() };
         for (tools, choice, expected) in [
             ("", "", ToolCalling::Never),
             ("[]", "\"auto\"", ToolCalling::Never),
@@ -214,7 +217,7 @@ mod tests {
             (TOOLS, "\"none\"", ToolCalling::Never),
             (TOOLS, "\"auto\"", auto.clone()),
             (TOOLS, "", auto),
-            (TOOLS, "\"required\"", ToolCalling::Required { names: vec!["add".into(), "f".into()] }),
+            (TOOLS, "\"required\"", ToolCalling::Required { tools: known() }),
             (TOOLS, r#"{"type": "function", "function": {"name": "f"}}"#, ToolCalling::Named("f".into())),
         ] {
             assert_eq!(calling(tools, choice).expect("valid"), expected, "{tools} {choice}");
