@@ -5,6 +5,7 @@ mod command_line;
 mod image_limit;
 mod lora_module;
 mod values;
+mod watch;
 
 use std::path::{Path, PathBuf};
 
@@ -18,7 +19,8 @@ pub use command_line::CommandLine;
 pub use image_limit::ImageLimit;
 pub use lora_module::LoraModule;
 pub use values::HttpPort;
-use values::{parse_bytes, parse_port};
+use values::{parse_bytes, parse_host_name, parse_port};
+pub use watch::WatchLimits;
 
 use crate::error::{Error, Result};
 
@@ -364,6 +366,9 @@ pub struct Config {
     /// Print the time of each part of a step: at the end, and at each SIGUSR1 for the time since the last report.
     #[arg(long, help_heading = "Observability", env = "ROLLOUT_PROFILE")]
     pub profile: bool,
+
+    #[command(flatten)]
+    pub watch: WatchLimits,
 }
 
 impl Config {
@@ -384,14 +389,6 @@ fn device_parser() -> impl TypedValueParser<Value = Backend> {
         let known = Backend::ALL.iter().copied().find(|device| device.name() == name);
         known.ok_or("this build is for the CPU; `make cuda` builds the server for NVIDIA GPUs")
     })
-}
-
-/// A host name without scheme and port.
-fn parse_host_name(text: &str) -> std::result::Result<String, String> {
-    if text.is_empty() || !text.chars().all(|c| c.is_ascii_alphanumeric() || "-._".contains(c)) {
-        return Err("is not a host name; give it without scheme and port, such as rollout.example".into());
-    }
-    Ok(text.to_owned())
 }
 
 impl Config {
@@ -492,7 +489,7 @@ impl Config {
         if self.max_model_len.is_some_and(|n| n < 2) {
             return fail("max-model-len", &self.max_model_len.unwrap_or(0), "at least 2");
         }
-        Ok(())
+        self.watch.check()
     }
 }
 

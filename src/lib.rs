@@ -93,7 +93,7 @@
 //!
 //! ```text
 //! main, startup → server → engine → scheduler, executor → cache | model | grammar → weights, text, pixels, observe
-//!   → comm, memory → types, clock, config, logs, profile → error
+//!   → comm, memory → types, clock, config, logs, profile, stacks → error
 //! ```
 //!
 //! The crate [`rollout_kernels`] below all of them holds the devices: a closed set of backends behind one set of types,
@@ -159,6 +159,7 @@ pub mod pixels;
 pub mod profile;
 pub mod scheduler;
 pub mod server;
+pub mod stacks;
 pub mod startup;
 pub mod text;
 pub mod types;

@@ -21,7 +21,7 @@ use crate::error::{Error, Result};
 use crate::executor::Executor;
 use crate::model::config::{ExpertsConfig, ModelConfig, VisionConfig};
 use crate::model::{Build, Model, ModelLimits, Parameterized, Tower, TowerShape, WorkspaceShape};
-use crate::observe::{Observer, Recorder};
+use crate::observe::{Observer, Recorder, Watchdog};
 use crate::pixels::DecodeSlots;
 use crate::scheduler::{ImageScheduling, Scheduler, SchedulerConfig, Speculation};
 use crate::server::{
@@ -184,6 +184,7 @@ pub fn start(config: &Config, observer: Observer, recorder: Recorder) -> Result<
     };
     let tokenizer = encoder.as_ref().map(|encoder| encoder.tokenizer.clone());
     let thread = start_thread(Engine::new(executor, scheduler, tokenizer, commands, setup))?;
+    start_watchdog(&observer, config.watch.watchdog_seconds)?;
     let model = ModelFacts {
         routing: model.experts.as_ref().map(|experts| routing_rules(&layout, experts)),
         images: model.vision.map(|vision| image_rules(config, &layout, vision)),
@@ -216,6 +217,16 @@ pub fn start(config: &Config, observer: Observer, recorder: Recorder) -> Result<
 fn start_thread(engine: Engine<impl Executor + Send + 'static>) -> Result<EngineThread> {
     let thread = std::thread::Builder::new().name("engine".into()).spawn(move || engine.run());
     thread.map_err(|e| Error::Internal(format!("cannot start the engine's thread: {e}")))
+}
+
+/// Starts the watchdog, unless it is to wait for 0 seconds.
+fn start_watchdog(observer: &Observer, seconds: u64) -> Result<()> {
+    if seconds == 0 {
+        return Ok(());
+    }
+    let (timeline, journal, metrics) = (observer.timeline.clone(), observer.journal.clone(), observer.metrics.clone());
+    let watchdog = Watchdog::new(timeline, journal, metrics, Duration::from_secs(seconds));
+    watchdog.start().map_err(|e| Error::Internal(format!("cannot start the watchdog's thread: {e}")))
 }
 
 /// The experts that tokens take.

@@ -52,6 +52,8 @@ fn a_bad_value_is_named_with_what_is_allowed() {
         (&["--weights-dir", "/dev/null"], "--weights-dir /dev/null: must be an existing directory"),
         (&["--max-queued-samples", "18446744073709551615"], "--max-queued-samples 18446744073709551615: must be"),
         (&["--max-connections", "0"], "--max-connections 0: must be from 1 to 65536"),
+        (&["--watchdog-seconds", "86401"], "--watchdog-seconds 86401: must be at most 86400"),
+        (&["--liveness-seconds", "0"], "--liveness-seconds 0: must be from 1 to 86400"),
         (&["--shutdown-grace-seconds", "86401"], "--shutdown-grace-seconds 86401: must be at most 86400"),
     ] {
         let line = ["rollout-server", "--model", "m"].iter().chain(args);

@@ -32,3 +32,11 @@ pub(super) fn parse_bytes(text: &str) -> Result<u64, String> {
     }
     Ok(bytes as u64)
 }
+
+/// A host name without scheme and port.
+pub(super) fn parse_host_name(text: &str) -> std::result::Result<String, String> {
+    if text.is_empty() || !text.chars().all(|c| c.is_ascii_alphanumeric() || "-._".contains(c)) {
+        return Err("is not a host name; give it without scheme and port, such as rollout.example".into());
+    }
+    Ok(text.to_owned())
+}

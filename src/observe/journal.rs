@@ -5,6 +5,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant, SystemTime};
 
 use super::metrics::{Metrics, PushKind, Transport};
+use super::stall::{Stall, Work};
 use super::timeline::{Phase, PushTrack, Span};
 use crate::error::{Error, shown};
 
@@ -54,6 +55,10 @@ struct Notes {
     pushes: VecDeque<PushNote>,
     errors: VecDeque<ErrorNote>,
     track: PushTrack,
+    /// The server's work for pushes, by the numbers of their [`PushWork`].
+    works: Vec<(u64, Work)>,
+    next_work: u64,
+    stall: Option<Stall>,
 }
 
 /// Notes of pushes that have ended and of errors. Clones share them. Only threads of the server write, and each holds
@@ -66,7 +71,8 @@ pub struct Journal {
 
 impl Journal {
     pub(super) fn new(metrics: Arc<Metrics>, track: PushTrack) -> Self {
-        let notes = Notes { pushes: VecDeque::new(), errors: VecDeque::new(), track };
+        let (pushes, errors) = (VecDeque::new(), VecDeque::new());
+        let notes = Notes { pushes, errors, track, works: Vec::new(), next_work: 0, stall: None };
         Self { metrics, notes: Arc::new(Mutex::new(notes)) }
     }
 
@@ -101,6 +107,28 @@ impl Journal {
         });
     }
 
+    /// The server's work for pushes, and when it last made progress.
+    pub(super) fn works(&self) -> Vec<Work> {
+        self.with(|notes| notes.works.iter().map(|(_, work)| *work).collect())
+    }
+
+    /// Notes work that makes no progress.
+    pub(super) fn stall(&self, stall: Stall) {
+        self.with(|notes| notes.stall = Some(stall));
+    }
+
+    /// Notes that the work of the last note has gone on, and how long it had made no progress.
+    pub(super) fn stall_over(&self, lasted: Duration) {
+        self.with(|notes| {
+            notes.stall.iter_mut().for_each(|stall| (stall.is_over, stall.lasted) = (true, lasted));
+        });
+    }
+
+    /// The work that made no progress last.
+    pub fn last_stall(&self) -> Option<Stall> {
+        self.with(|notes| notes.stall.clone())
+    }
+
     /// Begins to follow a push. A push that was neither applied nor failed ends when the last clone of its guard is
     /// dropped, because its sender is gone.
     pub fn push(&self) -> PushGuard {
@@ -114,6 +142,28 @@ fn keep<T>(notes: &mut VecDeque<T>, note: T) {
         notes.pop_front();
     }
     notes.push_back(note);
+}
+
+/// Says that the server works for a push, until it is dropped.
+pub struct PushWork {
+    journal: Journal,
+    id: u64,
+}
+
+impl PushWork {
+    /// Notes that the work makes progress.
+    pub fn progress(&self) {
+        let now = Instant::now();
+        self.journal.with(|notes| {
+            notes.works.iter_mut().filter(|(id, _)| *id == self.id).for_each(|(_, work)| work.since = now);
+        });
+    }
+}
+
+impl Drop for PushWork {
+    fn drop(&mut self) {
+        self.journal.with(|notes| notes.works.retain(|(id, _)| *id != self.id));
+    }
 }
 
 /// Follows one push: its spans in the timeline, its numbers, and its note at the end. Clones follow the same push.
@@ -169,6 +219,17 @@ impl PushGuard {
         let staging = self.0.started.elapsed();
         self.0.change(|note| (note.bytes, note.digest, note.staging) = (bytes, digest, staging));
         self.0.next_span(Some(Phase::PushCommit));
+    }
+
+    /// The server begins to work for the push `number`.
+    pub fn works(&self, phase: Phase, number: u64) -> PushWork {
+        let work = Work { phase, push: Some(number), since: Instant::now() };
+        let id = self.0.journal.with(|notes| {
+            notes.next_work += 1;
+            notes.works.push((notes.next_work, work));
+            notes.next_work
+        });
+        PushWork { journal: self.0.journal.clone(), id }
     }
 
     /// The push was applied.

@@ -7,19 +7,23 @@
 
 mod journal;
 mod metrics;
+mod stall;
 mod timeline;
+mod watchdog;
 
 use std::sync::Arc;
 
 use crate::config::MetricNames;
 use crate::logs::LogWriter;
 
-pub use journal::{ErrorNote, Journal, PushGuard, PushNote};
+pub use journal::{ErrorNote, Journal, PushGuard, PushNote, PushWork};
 pub use metrics::{
     CallCounts, Counter, Gauge, Histogram, Lifecycle, Metrics, PushKind, SampleEnd, ServedFacts, ServerFacts,
     SleepState, StepKind, ToolCallMetrics, Transport,
 };
+pub use stall::Stall;
 pub use timeline::{Follower, News, Phase, Recorder, Span, TIMELINE_BYTES, Timeline, TraceFile, TrackName, Window};
+pub use watchdog::Watchdog;
 
 /// Everything that observers read. Clones share it.
 #[derive(Clone)]

@@ -22,7 +22,7 @@ const LAYERS: &[&[&str]] = &[
     &["cache", "model", "grammar"],
     &["weights", "text", "pixels", "observe"],
     &["comm", "memory"],
-    &["types", "clock", "config", "logs", "profile"],
+    &["types", "clock", "config", "logs", "profile", "stacks"],
     &["error"],
 ];
 /// Longest file in lines. (Clippy counts the lines of functions.)
@@ -174,12 +174,13 @@ fn comments_are_within_the_width() {
 
 #[test]
 fn unsafe_code_is_in_few_files() {
-    /// Files of `src/` that may have unsafe code, for mapped files, calls of libc, a signal handler, a sum over the
+    /// Files of `src/` that may have unsafe code, for mapped files, calls of libc, signal handlers, a sum over the
     /// ranks' own buffers, and a test's allocator.
     const ALLOWED: &[&str] = &[
         "src/weights/parameters/tensor.rs",
         "src/memory/borrowed.rs",
         "src/memory/identity.rs",
+        "src/stacks.rs",
         "src/comm/local.rs",
         "src/server/http/connections.rs",
         "src/server/http/tests/heap.rs",
@@ -259,6 +260,7 @@ fn no_lock_or_global_holds_serving_state() {
         ("src/server/http/tests/heap.rs", "tests count what their threads allocate"),
         ("src/server/listener/handshakes.rs", "when a failed handshake was logged last: nothing that serves"),
         ("src/memory/borrowed.rs", "a signal has one handler in a process, which looks up what its thread reads"),
+        ("src/stacks.rs", "a signal has one handler in a process, which writes where the thread that asks reads"),
         ("src/pixels/slots.rs", "how many files may still be decoded at once: nothing that serves"),
         ("src/server/held_pictures.rs", "pictures of requests that have ended, to be found again by later ones"),
         ("src/grammar/compiler.rs", "compiled grammars, to be found again by the next request"),

@@ -47,6 +47,7 @@ def test_descriptors_are_those_of_the_proto_files(tmp_path):
         (status.ServerStatus, "GetStatusResponse"),
         (status.MemoryLedger, "MemoryLedger"),
         (status.OpenUpdate, "OpenUpdate"),
+        (status.Stall, "Stall"),
         (rollout_client.Timeline, "GetTimelineResponse"),
         (rollout_client.Span, "Span"),
         (rollout_client.PhaseTime, "PhaseTime"),

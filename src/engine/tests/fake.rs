@@ -1,6 +1,7 @@
 //! An executor without a model, which asserts that its methods are called in the right order.
 
 use std::ops::Range;
+use std::sync::mpsc::Receiver;
 
 use super::rig::{BLOCK_SIZE, BLOCKS};
 use crate::engine::*;
@@ -50,6 +51,8 @@ pub struct Fake {
     pub oldest_kv: Vec<TokenId>,
     /// Requests whose answers panic in the next step, with the panics' messages.
     pub failing: Vec<(RequestKey, String)>,
+    /// The next step ends only when this channel does.
+    pub gate: Option<Receiver<()>>,
     /// When an order that reads the checkpoint finds it changed; `None` for never.
     pub damage: Option<Damage>,
 }
@@ -81,6 +84,7 @@ impl Fake {
             offloaded: 0,
             oldest_kv: Vec::new(),
             failing: Vec::new(),
+            gate: None,
             damage: None,
         }
     }
@@ -122,6 +126,7 @@ impl Executor for Fake {
 
     fn collect(&mut self) -> Result<StepOutput> {
         let plan = self.plan.take().expect("collect follows launch");
+        self.gate.take().into_iter().for_each(|gate| assert!(gate.recv().is_err(), "nothing is sent"));
         let answer = |target: Option<TokenId>| TokenLogprobs {
             token: target.unwrap_or(self.policy),
             raw: -(self.policy as f32),

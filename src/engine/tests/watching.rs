@@ -1,11 +1,12 @@
 //! Observers see the engine's phases without gaps, and numbers that agree with its status.
 
 use std::sync::mpsc::{channel, sync_channel};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use super::rig::*;
 use crate::engine::*;
-use crate::observe::{Observer, Phase, ServedFacts, ServerFacts, Span, TrackName};
+use crate::observe::{Observer, Phase, ServedFacts, ServerFacts, Span, TrackName, Watchdog};
+use crate::stacks::thread_stacks;
 use crate::weights::UpdateKind;
 
 /// An engine on a thread of its own.
@@ -217,6 +218,48 @@ fn an_engine_that_waits_says_what_for() {
     engine.settles(Phase::Idle);
     drop(engine.handle);
     engine.thread.join().unwrap().unwrap();
+}
+
+#[test]
+fn a_step_that_hangs_is_reported_once_with_the_stack_of_its_thread() {
+    const LIMIT: Duration = Duration::from_secs(60);
+    let (sender, commands) = sync_channel(COMMAND_QUEUE);
+    let mut engine = Rig::with_commands(commands).engine;
+    let (open, gate) = channel();
+    engine.core.executor.gate = Some(gate);
+    let observer = engine.core.telemetry.observer.clone();
+    let thread = std::thread::Builder::new().name("hanging-engine".into()).spawn(move || engine.run()).unwrap();
+    let served = Served { handle: EngineHandle::new(sender), observer: observer.clone(), thread };
+    let Observer { timeline, journal, metrics, .. } = observer.clone();
+    let mut watchdog = Watchdog::new(timeline, journal, metrics, LIMIT);
+    served.settles(Phase::Idle);
+    assert_eq!(watchdog.look(Instant::now() + 2 * LIMIT), None, "there is nothing to do");
+
+    let (command, asked) = ask("a", 5, 3);
+    served.handle.send(Command::Generate(Box::new(command))).unwrap();
+    served.settles(Phase::Prefill);
+    assert_eq!(watchdog.look(Instant::now()), None, "it has just begun");
+    let stall = watchdog.look(Instant::now() + LIMIT).expect("it hangs");
+    assert_eq!((stall.phase, stall.push), (Phase::Prefill, None));
+    assert_eq!(watchdog.look(Instant::now() + 9 * LIMIT), None, "it is reported");
+    // It may not have come to the executor yet.
+    for look in 0.. {
+        let stacks = thread_stacks();
+        let stack = stacks.iter().find(|stack| stack.name == "hanging-engine");
+        if cfg!(not(target_os = "linux")) || stack.is_some_and(|stack| stack.frames.contains("collect")) {
+            break;
+        }
+        assert!(look < 1000, "{stack:?}");
+        std::thread::sleep(Duration::from_millis(1));
+    }
+
+    drop(open);
+    while !matches!(asked.events.recv_timeout(Duration::from_secs(60)).expect("an event"), Event::Done(_)) {}
+    served.settles(Phase::Idle);
+    assert_eq!(watchdog.look(Instant::now() + 2 * LIMIT), None);
+    assert!(observer.journal.last_stall().is_some_and(|stall| stall.is_over));
+    drop(served.handle);
+    served.thread.join().unwrap().unwrap();
 }
 
 #[test]

@@ -122,6 +122,8 @@ pub struct Metrics {
 
     // The server.
     pub tool_calls: ToolCallMetrics,
+    /// Reports of the watchdog.
+    pub stalls: Counter,
     pub connections: Gauge,
     pub grpc_calls: CallCounts,
     pub http_calls: CallCounts,
@@ -175,6 +177,7 @@ impl Default for Metrics {
             wake_time: from_fn(|_| seconds(ORDER)),
             woken_bytes: Counter::default(),
             tool_calls: ToolCallMetrics::default(),
+            stalls: Counter::default(),
             connections: Gauge::default(),
             grpc_calls: CallCounts::default(),
             http_calls: CallCounts::default(),

@@ -248,6 +248,8 @@ impl Metrics {
         }
         let panics = facts.panics + self.engine().internal_errors;
         text.single("rollout:panics_total", C, "Panics that ended one call or request each.", panics);
+        let help = "Reports of steps, orders and pushes that made no progress for --watchdog-seconds.";
+        text.single("rollout:stalls_total", C, help, self.stalls.get());
         let help = "Log lines dropped because standard error was not read.";
         text.single("rollout:log_lines_dropped_total", C, help, facts.log_lines_dropped);
         text.begin("rollout:build_info", G, "1, with the server's version.");

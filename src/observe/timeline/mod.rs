@@ -15,8 +15,9 @@ mod trace;
 mod track;
 
 use std::sync::Arc;
-use std::time::{Instant, SystemTime, UNIX_EPOCH};
+use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
+use super::stall::Work;
 use cell::Cell;
 use recorder::{SUM_WORDS, nanos};
 use track::{Ring, ring_bytes};
@@ -105,6 +106,14 @@ impl Timeline {
             TrackName::Engine => &self.engine,
             TrackName::Push => &self.pushes,
         }
+    }
+
+    /// The engine's step or order, if it has one, and when that last made progress. Not watched is the load, which logs
+    /// its own progress.
+    pub(super) fn work(&self) -> Option<Work> {
+        let words = self.sums.read()?;
+        let phase = Phase::from_index(words[0]).filter(|phase| *phase != Phase::Load && !phase.is_waiting())?;
+        Some(Work { phase, push: None, since: self.origin + Duration::from_nanos(words[1]) })
     }
 
     /// The time since the start that the engine has spent in each phase.

@@ -33,7 +33,7 @@ use std::time::Duration;
 
 pub(super) use lifecycle::{asleep, drain_mode, lifecycle, sleep_level, sleep_reply, wake_tags};
 pub(super) use prompt::unlimited;
-pub(super) use timeline::timeline;
+pub(super) use timeline::{stall, timeline};
 pub(super) use update::{adapters, describe, dtype, header, open_update, tensors, update_reply};
 
 use super::encoder::PromptEncoder;

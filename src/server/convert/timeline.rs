@@ -1,6 +1,8 @@
-//! The timeline as a message.
+//! The timeline, and work that makes no progress, as messages.
 
-use crate::observe::{Phase, Span, Timeline, TrackName};
+use std::time::UNIX_EPOCH;
+
+use crate::observe::{Phase, Span, Stall, Timeline, TrackName};
 use crate::server::pb;
 
 /// Most spans of each track in an answer whose request names no number: some minutes of a busy engine, in a megabyte.
@@ -18,6 +20,17 @@ pub(in crate::server) fn timeline(timeline: &Timeline, request: &pb::GetTimeline
         truncated: window.truncated,
         spans: window.spans.iter().map(|(track, span)| facts(*track, span, started, now)).collect(),
         phases: times(&window.times, window.now - window.from),
+    }
+}
+
+/// Work that the watchdog has reported.
+pub(in crate::server) fn stall(stall: &Stall) -> pb::Stall {
+    pb::Stall {
+        reported: stall.at.duration_since(UNIX_EPOCH).map_or(0, |since| since.as_nanos() as u64),
+        phase: stall.phase.name().into(),
+        push: stall.push,
+        seconds: stall.lasted.as_secs_f64(),
+        over: stall.is_over,
     }
 }
 

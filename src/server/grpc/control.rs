@@ -45,6 +45,7 @@ impl pb::control_server::Control for ControlService {
             status.uptime_seconds = self.started.elapsed().as_secs_f64();
             status.internal_errors += self.server.panics.count();
             status.tool_calls = tool_calls(&self.server.observer.metrics);
+            status.stall = self.server.observer.journal.last_stall().map(|stall| convert::stall(&stall));
             Ok(status)
         };
         answer(deadline_of(&request), status).await

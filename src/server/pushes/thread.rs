@@ -8,7 +8,7 @@ use tokio::task::{JoinHandle, spawn_blocking};
 
 use crate::engine::{Activity, Command, EngineHandle, UpdateSender, UpdateTicket};
 use crate::error::{Error, Result};
-use crate::observe::PushGuard;
+use crate::observe::{Phase, PushGuard};
 use crate::server::calls::{ask, engine_gone, reply_channel};
 use crate::server::state::ServingContext;
 use crate::server::{convert, pb};
@@ -56,12 +56,12 @@ impl PushThread {
         let opened = spawn_blocking(move || DeclaredPush::open(given, tensors, parameters, &sources)).await;
         let push = opened.map_err(failed)??;
         let staging = push.staging();
-        let (engine, activity) = (context.engine.clone(), sender.activity.clone());
+        let (engine, signs) = (context.engine.clone(), (sender.activity.clone(), noted.clone()));
         let (messages, queue) = mpsc::channel(QUEUE);
         // The thread has the push from here on, because dropping it closes what it has opened of device memory.
         let (begun, ticket) = oneshot::channel();
         let thread = spawn_blocking(move || match ticket.blocking_recv() {
-            Ok(ticket) => receive(push, queue, ticket, &engine, &activity),
+            Ok(ticket) => receive(push, queue, ticket, &engine, &signs),
             Err(_) => Err(Error::Aborted("the push was not begun".into())),
         });
         let begin = |reply| Command::BeginUpdate { header, staging, sender, reply };
@@ -115,8 +115,9 @@ fn receive(
     mut queue: mpsc::Receiver<PushMessage>,
     ticket: UpdateTicket,
     engine: &EngineHandle,
-    activity: &Activity,
+    (activity, noted): &(Activity, PushGuard),
 ) -> Result<VerifiedPush> {
+    let works = |phase| (activity.busy(), noted.works(phase, ticket.id));
     // Has the engine write tensors in place, and waits, so that only one part is on its way at a time.
     let write_part = |tensors: Tensors| {
         let (reply, answer) = reply_channel();
@@ -124,11 +125,12 @@ fn receive(
         answer.blocking_recv().map_err(|_| engine_gone())?
     };
     let mut push = {
-        let _busy = activity.busy();
+        let _works = works(Phase::PushReceive);
         push.receive(ticket.mode)?
     };
     while let Some(message) = queue.blocking_recv() {
-        let _busy = activity.busy();
+        let (_busy, work) =
+            works(if matches!(message, PushMessage::Finish) { Phase::PushVerify } else { Phase::PushReceive });
         match message {
             PushMessage::Declare(tensors) => push.declare(tensors)?,
             PushMessage::Write(chunks) => {
@@ -139,7 +141,9 @@ fn receive(
             PushMessage::Finish => {
                 // The tensors of a push in place that come from files are read now, one after the other.
                 while let Some(tensors) = push.read_next()? {
+                    work.progress();
                     write_part(tensors)?;
+                    work.progress();
                 }
                 return push.finish();
             }

@@ -40,7 +40,7 @@ from .options import (
 from .process import ServerProcess
 from .returns import PolicyScore, Returned, Returns
 from .routing import Routing, RoutingInfo, join_routing
-from .status import MemoryLedger, OpenUpdate, ServerStatus, ToolCalls
+from .status import MemoryLedger, OpenUpdate, ServerStatus, Stall, ToolCalls
 from .types import (
     AbortResult,
     AdapterInfo,
@@ -145,6 +145,7 @@ __all__ = [
     "SharedBuffer",
     "SleepResult",
     "Span",
+    "Stall",
     "StreamEvent",
     "StructuredOutputs",
     "Summary",

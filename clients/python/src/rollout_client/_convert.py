@@ -21,7 +21,7 @@ from ._fields import extend, known, set_field, set_rows
 from .errors import Internal, InvalidArgument
 from .options import GenerateStreamOptions, RequestOptions, ScoreOptions, refuse_unknown
 from .routing import Routing
-from .status import MemoryLedger, ServerStatus, ToolCalls
+from .status import MemoryLedger, ServerStatus, Stall, ToolCalls
 from .types import (
     AbortResult,
     Chat,
@@ -360,7 +360,13 @@ def server_status(response: Any) -> ServerStatus:
         calls.format: ToolCalls(calls.parsed, calls.unknown_tool, calls.invalid, calls.unclosed)
         for calls in response.tool_calls
     }
+    values["stall"] = _stall(response.stall) if response.HasField("stall") else None
     return ServerStatus(**values)
+
+
+def _stall(stall: Any) -> Stall:
+    push = stall.push if stall.HasField("push") else None
+    return Stall(stall.reported, stall.phase, push, stall.seconds, stall.over)
 
 
 def _ledger(memory: Any) -> MemoryLedger:

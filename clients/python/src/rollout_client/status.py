@@ -43,6 +43,22 @@ class OpenUpdate:
 
 
 @dataclass(frozen=True)
+class Stall:
+    """Work that made no progress for `--watchdog-seconds`. The server's log has the stack of each thread."""
+
+    reported: int
+    """Wall clock at the report, in nanoseconds since 1970."""
+    phase: str
+    """Phase of the engine or of the push, as in the timeline."""
+    push: int | None
+    """Number of the push, if the work is for one beside the engine."""
+    seconds: float
+    """Time without progress: until the report, or until the work went on."""
+    over: bool
+    """Whether the work has gone on, or has ended."""
+
+
+@dataclass(frozen=True)
 class ToolCalls:
     """Counts of tool calls in one format, in chats over HTTP whose text was searched for calls."""
 
@@ -116,3 +132,5 @@ class ServerStatus:
     """Images that calls may name by their hashes, because the server holds their pixels."""
     tool_calls: dict[str, ToolCalls] = field(default_factory=dict)
     """Tool calls by format (`"hermes"`, `"qwen3_coder"`, …), without formats that no sample has used."""
+    stall: Stall | None = None
+    """The last work that the watchdog has reported."""

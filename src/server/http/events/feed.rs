@@ -65,6 +65,7 @@ impl Feed {
             self.member(&mut event, "latencies", &self.latencies());
             self.member(&mut event, "outcomes", &self.outcomes());
             self.member(&mut event, "tool_calls", &self.tool_calls());
+            self.member(&mut event, "stall", &self.stall());
             self.member(&mut event, "memory", &self.memory(context.as_deref()));
             self.member(&mut event, "pushes", &self.pushes());
             self.member(&mut event, "errors", &self.errors());
@@ -130,6 +131,19 @@ impl Feed {
     /// Number of requests that have ended, by outcome.
     fn outcomes(&self) -> Value {
         self.server.observer.metrics.outcomes().map(|(outcome, n)| (outcome.to_owned(), json!(n))).collect()
+    }
+
+    /// The last work that the watchdog has reported; null if there was none.
+    fn stall(&self) -> Value {
+        self.server.observer.journal.last_stall().map_or(Value::Null, |stall| {
+            json!({
+                "at": millis(stall.at),
+                "phase": stall.phase.name(),
+                "push": stall.push,
+                "seconds": stall.lasted.as_secs_f64(),
+                "is_over": stall.is_over,
+            })
+        })
     }
 
     /// Parsed and malformed tool calls by format, without formats that no sample has used.

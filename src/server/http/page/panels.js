@@ -117,6 +117,21 @@ export function latency(name, { isWhole, values: [median, highest] }, shown) {
 }
 
 // The requests that have ended, by how.
+// The last work that the watchdog has reported.
+export function stall(found) {
+  byId("stall").hidden = found === null;
+  if (found === null) return;
+  const { at, phase, push, seconds, is_over: isOver } = found;
+  const what = push === null ? `The engine (${phase})` : `Push ${push} (${phase})`;
+  const time = new Date(at).toLocaleTimeString();
+  write(
+    "stall",
+    isOver
+      ? `${what} made no progress for ${duration(seconds)} around ${time}; the log has the stack of each thread.`
+      : `${what} makes no progress, reported at ${time} after ${duration(seconds)}; the log has the stack of each thread.`,
+  );
+}
+
 // Shares by format, once a sample has had a call.
 export function toolCalls(formats) {
   const all = Object.entries(formats);

@@ -11,7 +11,7 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from ..status import MemoryLedger, ServerStatus
+from ..status import MemoryLedger, ServerStatus, Stall
 from ..types import Lifecycle
 from . import _format
 from ._monitor import BILLION, Monitor, Push
@@ -108,6 +108,8 @@ class StatusView:
         rows.add_row("KV cache", self._blocks(status))
         if self._monitor.info is not None and self._monitor.info.images is not None:
             rows.add_row("images", self._images(status))
+        if status.stall is not None:
+            rows.add_row("watchdog", self._stall(status.stall))
         if status.tool_calls:
             rows.add_row("tool calls", self._tool_calls(status))
         rows.add_row(f"last {self._window:.0f} s", self._strip())
@@ -161,6 +163,12 @@ class StatusView:
             f" {status.reused_images:,} of {status.queried_images:,} found encoded, "
             f"{status.encoded_images:,} encoded, {status.held_images:,} held"
         )
+
+    def _stall(self, stall: Stall) -> Text:
+        what = stall.phase if stall.push is None else f"push {stall.push} ({stall.phase})"
+        made = "made" if stall.over else "makes"
+        seconds = _format.seconds(stall.seconds)
+        return Text(f"{what} {made} no progress, for {seconds}: see the log", "" if stall.over else "bold red")
 
     def _tool_calls(self, status: ServerStatus) -> Text:
         parts = [
