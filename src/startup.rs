@@ -205,6 +205,7 @@ pub fn start(config: &Config, observer: Observer, recorder: Recorder) -> Result<
         parameters,
         sources,
         update_idle: Duration::from_secs(config.update_idle_seconds),
+        liveness: Duration::from_secs(config.watch.liveness_seconds),
         trainers,
         forces_usage: config.enable_force_include_usage,
         reports_times: config.enable_per_request_metrics,

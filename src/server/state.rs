@@ -42,6 +42,8 @@ pub struct ServingContext {
     pub sources: Arc<Sources>,
     /// Time without a message after which a push is ended.
     pub update_idle: Duration,
+    /// Time after which an engine that has not answered `/liveness` counts as hanging.
+    pub liveness: Duration,
     /// Joins groups of trainers that broadcast their weights.
     pub trainers: Trainers,
     /// Whether every stream of OpenAI's routes has usage figures.

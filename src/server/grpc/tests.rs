@@ -34,6 +34,7 @@ pub(super) fn open() -> (StageSetter, ServerState, Receiver<Command>) {
         parameters: Arc::new(Parameters::new(Vec::new(), Dtype::F32, 1, false)),
         sources: Arc::default(),
         update_idle: Duration::from_secs(3600),
+        liveness: Duration::from_secs(3600),
         trainers: Trainers::default(),
         forces_usage: false,
         reports_times: false,

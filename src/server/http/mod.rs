@@ -56,6 +56,8 @@ struct AppState {
     server: ServerState,
     /// One permit, which a load of an adapter holds while it runs.
     loads: Arc<Semaphore>,
+    /// One permit, which an order of `/liveness` holds until the engine answers.
+    probes: Arc<Semaphore>,
     feeds: Feeds,
     /// Pushes of a trainer that broadcasts its weights.
     transfers: Transfers,
@@ -114,6 +116,7 @@ pub(super) fn router(server: &ServerState, access: &Access, hosts: AllowedHosts,
     let app = AppState {
         server: server.clone(),
         loads: Arc::new(Semaphore::new(1)),
+        probes: Arc::new(Semaphore::new(1)),
         feeds: Feeds::new(stop),
         transfers: Transfers::start(server),
     };

@@ -2,12 +2,14 @@
 //! all.
 
 mod adapters;
+mod checkpoints;
 mod thread;
 
 use std::sync::Arc;
 use std::time::Instant;
 
 pub(super) use adapters::{load_adapter, load_modules};
+pub(super) use checkpoints::load_checkpoint;
 pub(super) use thread::{PushThread, StagedUpdate};
 
 use super::calls::{CancelOnDrop, ask_blocking, reply_channel};

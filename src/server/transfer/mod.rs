@@ -103,6 +103,11 @@ impl UpdateCall {
         self.execute(TransferCommand::Receive(self.group, tensors)).await
     }
 
+    /// The call announces no tensors, and does nothing to the group.
+    pub(super) fn release(mut self) {
+        self.transfers = None;
+    }
+
     /// Leaves the group and drops the open push, because the call was rejected for the reason `why`.
     ///
     /// # Errors

@@ -72,6 +72,7 @@ pub fn context(engine: EngineHandle) -> ServingContext {
         parameters,
         sources,
         update_idle,
+        liveness: update_idle,
         trainers,
         forces_usage: false,
         reports_times: false,

@@ -3,6 +3,7 @@
 mod connections;
 mod harness;
 mod lifecycle;
+mod liveness;
 mod names;
 mod open_updates;
 mod real;

@@ -4,12 +4,47 @@ use axum::Json;
 use axum::extract::State;
 use serde::Serialize;
 use serde_json::{Value, json};
+use tokio::time::timeout;
 use utoipa::ToSchema;
 
 use crate::engine::{Command, EngineStatus, LifecycleStatus};
+use crate::error::Error;
 use crate::server::calls::ask;
 use crate::server::http::{AppState, HttpResult, Query};
 use crate::server::{ServingContext, convert};
+
+#[derive(Serialize, ToSchema)]
+pub(super) struct Live {
+    status: &'static str,
+}
+
+/// Whether the engine takes orders: 503 if it has not answered one within `--liveness-seconds`, for instance because a
+/// step hangs. As in prime-rl, for probes of an orchestrator that restarts the server. `/health` does not ask the
+/// engine.
+#[utoipa::path(get, path = "/liveness", responses(
+    (status = 200, body = Live),
+    (status = 503, description = "the engine does not answer, or the server starts or has ended"),
+))]
+pub(super) async fn liveness(State(app): State<AppState>) -> HttpResult<Json<Live>> {
+    let context = app.server.context()?;
+    let answered = async {
+        // One order at a time, because callers need no token.
+        let _turn = app.probes.acquire().await.map_err(|e| Error::Internal(e.to_string()))?;
+        ask(&context.engine, |reply| Command::Status { reply }).await
+    };
+    match timeout(context.liveness, answered).await {
+        Ok(answer) => answer?,
+        Err(_) => {
+            let seconds = context.liveness.as_secs();
+            let why = format!(
+                "the engine has not answered for {seconds} s (--liveness-seconds); the log of the \
+                               watchdog says where it is"
+            );
+            return Err(Error::Unavailable(why).into());
+        }
+    };
+    Ok(Json(Live { status: "ok" }))
+}
 
 #[derive(Serialize, ToSchema)]
 pub(super) struct IsPaused {

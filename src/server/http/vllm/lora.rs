@@ -1,17 +1,17 @@
 //! Adapters from directories below `--weights-dir`: they become resident by the same transaction as a push over gRPC.
 
-use axum::Extension;
 use axum::extract::State;
 use axum::http::StatusCode;
 use axum::response::Response;
-use serde::Deserialize;
+use axum::{Extension, Json};
+use serde::{Deserialize, Serialize};
 use utoipa::ToSchema;
 
 use crate::engine::Command;
 use crate::error::Error;
 use crate::server::calls::{CancelOnDrop, ask, reply_channel};
 use crate::server::http::models::adapters;
-use crate::server::http::{AppState, HttpError, HttpResult, JsonBody, Peer};
+use crate::server::http::{AppState, HttpError, HttpResult, Ignored, JsonBody, Peer};
 use crate::server::pushes::load_adapter;
 use crate::server::{ServingContext, convert};
 
@@ -45,6 +45,36 @@ pub(super) async fn load(
     Extension(peer): Extension<Peer>,
     body: JsonBody<LoadAdapter>,
 ) -> HttpResult<Response> {
+    let name = body.value.lora_name.clone();
+    let ignored = load_from(&app, peer, body).await?;
+    Ok(ignored.name_in(format!("Success: LoRA adapter '{name}' added successfully.")))
+}
+
+#[derive(Serialize, ToSchema)]
+pub(super) struct Loaded {
+    status: &'static str,
+}
+
+/// The same as `/v1/load_lora_adapter` with `load_inplace`, as prime-rl calls it: each step's adapter under one name.
+#[utoipa::path(post, path = "/load_lora_adapter", request_body = LoadAdapter, responses(
+    (status = 200, description = "the adapter is resident", body = Loaded),
+    (status = 400, description = "the path leaves `--weights-dir`, or the files are not an adapter of this model"),
+    (status = 404, description = "no such directory or file"),
+    (status = 409, description = "another push is open, or the server is asleep or without weights"),
+    (status = 429, description = "requests use all resident adapters, or there is no room under the memory ceiling"),
+))]
+pub(super) async fn load_in_place(
+    State(app): State<AppState>,
+    Extension(peer): Extension<Peer>,
+    mut body: JsonBody<LoadAdapter>,
+) -> HttpResult<Response> {
+    body.value.load_inplace = true;
+    let ignored = load_from(&app, peer, body).await?;
+    Ok(ignored.name_in(Json(Loaded { status: "ok" })))
+}
+
+/// Loads the adapter that `body` names.
+async fn load_from(app: &AppState, peer: Peer, body: JsonBody<LoadAdapter>) -> HttpResult<Ignored> {
     let LoadAdapter { lora_name: name, lora_path: path, load_inplace } = body.value;
     if name.is_empty() || path.is_empty() {
         return Err(wrong("Both 'lora_name' and 'lora_path' must be provided."));
@@ -56,8 +86,8 @@ pub(super) async fn load(
     if !load_inplace && is_resident(&context, &name).await? {
         return Err(taken(&name));
     }
-    match load_adapter(&app.server, peer.0.clone(), &name, &path, load_inplace).await {
-        Ok(_) => Ok(body.ignored.name_in(format!("Success: LoRA adapter '{name}' added successfully."))),
+    match load_adapter(&app.server, peer.0, &name, &path, load_inplace).await {
+        Ok(_) => Ok(body.ignored),
         // A gRPC client has taken the name meanwhile.
         Err(Error::VersionConflict(_)) if !load_inplace && is_resident(&context, &name).await? => Err(taken(&name)),
         Err(error) => Err(explain(error, &name, &path)),

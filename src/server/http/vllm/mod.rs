@@ -25,14 +25,22 @@ const WORKERS: &str = "vLLM's workers and their methods do not exist here; for r
 const CACHE: &str = "the KV cache is given back by POST /sleep, after which /wake_up?tags=weights brings back the \
                      weights alone";
 
-/// Routes of vLLM that this server does not have, and what to use instead.
-const INSTEAD: [(&str, &str); 3] =
-    [("/start_draft_weight_update", DRAFT), ("/collective_rpc", WORKERS), ("/release_kv_cache_memory", CACHE)];
+const BROADCASTER: &str = "prime-rl's broadcasts by NCCL and NIXL need vLLM's workers; set weight_broadcast.type to \
+                           \"filesystem\" and start the server with --weights-dir";
+
+/// Routes of vLLM and prime-rl that this server does not have, and what to use instead.
+const INSTEAD: [(&str, &str); 4] = [
+    ("/start_draft_weight_update", DRAFT),
+    ("/collective_rpc", WORKERS),
+    ("/release_kv_cache_memory", CACHE),
+    ("/init_broadcaster", BROADCASTER),
+];
 
 /// These routes, with the role that their callers need.
 pub(super) fn table() -> impl Iterator<Item = (Role, Route)> {
     let table = [
         (Role::Generate, routes!(generate::generate)),
+        (Role::Anyone, routes!(facts::liveness)),
         (Role::Generate, routes!(facts::server_info)),
         (Role::Generate, routes!(facts::get_world_size)),
         (Role::Generate, routes!(facts::load)),
@@ -49,6 +57,7 @@ pub(super) fn table() -> impl Iterator<Item = (Role, Route)> {
         (Role::Generate, routes!(control::abort_requests)),
         (Role::Generate, routes!(control::abort_requests_by_id)),
         (Role::Control, routes!(lora::load)),
+        (Role::Control, routes!(lora::load_in_place)),
         (Role::Control, routes!(lora::unload)),
         (Role::Control, routes!(transfer::init_weight_transfer_engine)),
         (Role::Control, routes!(transfer::start_weight_update)),

@@ -3,7 +3,7 @@
 
 use axum::extract::{FromRequest as _, Request, State};
 use axum::http::StatusCode;
-use axum::response::Response;
+use axum::response::{IntoResponse as _, Response};
 use axum::{Extension, Json};
 use base64::Engine as _;
 use base64::prelude::BASE64_STANDARD;
@@ -15,7 +15,9 @@ use utoipa::ToSchema;
 use super::weights::version_of;
 use crate::comm::{RankRange, Rendezvous};
 use crate::error::{Error, shown};
+use crate::memory::Charge;
 use crate::server::http::{AppState, HttpError, HttpResult, Ignored, JsonBody, Peer, Query};
+use crate::server::pushes::load_checkpoint;
 use crate::server::transfer::{BroadcastTensors, Packing, TransferCommand, dtype};
 use crate::weights::TensorEntry;
 
@@ -48,9 +50,13 @@ struct InitInfo {
     packed_buffer_size_bytes: Option<u64>,
 }
 
+/// Exactly one of the two.
 #[derive(Deserialize, ToSchema)]
 pub(super) struct Update {
-    update_info: UpdateInfo,
+    update_info: Option<UpdateInfo>,
+    /// A directory below `--weights-dir` with a checkpoint, relative to it or absolute, which becomes the policy: the
+    /// body of prime-rl.
+    weight_dir: Option<String>,
 }
 
 /// Tensors in the order in which they are broadcast. Without names they are those of the last time.
@@ -78,6 +84,9 @@ pub(super) struct Finish {
 #[derive(Serialize, ToSchema)]
 pub(super) struct Transferred {
     message: &'static str,
+    /// `ok`, if the body was prime-rl's.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    status: Option<&'static str>,
 }
 
 /// Joins a trainer's group with all ranks, and leaves any other; answers when all ranks of the group have joined.
@@ -119,25 +128,45 @@ pub(super) async fn start_weight_update(
 /// Receives tensors of the push that was begun; answers when the trainer has broadcast all of them. Rejected
 /// tensors are received all the same, so that the trainer gets to the end of its broadcasts. If the body of the call is
 /// invalid, the server leaves the group.
+///
+/// With `weight_dir`, as prime-rl calls it: one whole push from a directory, on any device.
 #[utoipa::path(post, path = "/update_weights", request_body = Update, responses(
     (status = 200, body = Transferred),
     (status = 400, description = "a tensor does not match the model: the push is dropped. A member of the body is \
         wrong: the group is left as well"),
+    (status = 404, description = "no such directory, or no checkpoint in it"),
     (status = 408, description = "the trainer broadcast nothing for --update-idle-seconds; the push is dropped and \
         the group left"),
-    (status = 409, description = "no push is open, or the trainer disconnected"),
+    (status = 409, description = "no push is open, or the trainer disconnected; with `weight_dir`: another push is \
+        open, or the server's state does not allow one"),
     (status = 429, description = "no memory on a device or for the body; the push is dropped and the group left"),
     (status = 501, description = "no trainer can broadcast to the server's device"),
 ))]
-pub(super) async fn update_weights(State(app): State<AppState>, request: Request) -> HttpResult<Response> {
+pub(super) async fn update_weights(
+    State(app): State<AppState>,
+    Extension(peer): Extension<Peer>,
+    request: Request,
+) -> HttpResult<Response> {
     let update_call = app.transfers.update_call();
+    let path = request.uri().path().to_owned();
     // The charge covers the announced tensors.
     let read = async {
-        let JsonBody { value: Update { update_info }, ignored, charge, .. } = body(&app, request).await?;
-        Ok::<_, HttpError>((announced(update_info)?, ignored, charge))
+        let body = JsonBody::<Update>::from_request(request, &app).await;
+        if let Ok(JsonBody { value: Update { weight_dir: Some(directory), .. }, .. }) = &body {
+            return Ok(Read::Checkpoint(directory.clone()));
+        }
+        check_device(&app, &path)?;
+        let JsonBody { value: Update { update_info, .. }, ignored, charge, .. } = body?;
+        let update_info = update_info.ok_or_else(|| Error::invalid("update_info", "is missing"))?;
+        Ok::<_, HttpError>(Read::Announced(announced(update_info)?, ignored, charge))
     };
     let (announced, ignored, charge) = match read.await {
-        Ok(read) => read,
+        Ok(Read::Announced(announced, ignored, charge)) => (announced, ignored, charge),
+        Ok(Read::Checkpoint(directory)) => {
+            update_call.release();
+            load_checkpoint(&app.server, peer.0, directory).await.map_err(explain)?;
+            return Ok(Json(Transferred { message: "Weights updated", status: Some("ok") }).into_response());
+        }
         Err(refused) => {
             update_call.abandon(&refused.message).await?;
             return Err(refused);
@@ -146,6 +175,20 @@ pub(super) async fn update_weights(State(app): State<AppState>, request: Request
     update_call.receive(announced).await?;
     drop(charge);
     Ok(done(&ignored, "Weights updated"))
+}
+
+/// The body of `/update_weights`.
+enum Read {
+    Announced(BroadcastTensors, Ignored, Charge),
+    Checkpoint(String),
+}
+
+/// The error of a push from a directory, with the member of the body.
+fn explain(error: Error) -> HttpError {
+    match error {
+        Error::InvalidArgument { message, .. } => HttpError::invalid("weight_dir", &message),
+        error => error.into(),
+    }
 }
 
 /// Ends the push: all its parameters serve from the next step on, or it is rejected and nothing has changed.
@@ -180,7 +223,7 @@ pub(super) async fn shutdown_weight_transfer_engine(State(app): State<AppState>,
 }
 
 fn done(ignored: &Ignored, message: &'static str) -> Response {
-    ignored.name_in(Json(Transferred { message }))
+    ignored.name_in(Json(Transferred { message, status: None }))
 }
 
 /// The body, if trainers can broadcast to the device.
