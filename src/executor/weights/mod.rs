@@ -179,7 +179,7 @@ impl RankWeights {
     fn take_copies(&mut self, ops: &Ops, adapter: &Adapter) -> Result<()> {
         let Self { model, bases, .. } = self;
         let mut copies = HashMap::new();
-        let serves_base = |name: &&str| bases.replaced.contains(*name) && !bases.copies.contains_key(*name);
+        let serves_base = |name: &&str| bases.replaced.contains(name) && !bases.copies.contains_key(*name);
         model.visit_named(adapter.parameters().filter(serves_base), &mut |spec, slot| {
             let local = LocalParameter::new(&bases.build, spec, slot)?;
             if !local.slice.is_empty() {
