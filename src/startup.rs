@@ -21,7 +21,7 @@ use crate::error::{Error, Result};
 use crate::executor::Executor;
 use crate::model::config::{ExpertsConfig, ModelConfig, VisionConfig};
 use crate::model::{Build, Model, ModelLimits, Parameterized, Tower, TowerShape, WorkspaceShape};
-use crate::observe::{Observer, Recorder, Watchdog};
+use crate::observe::{EngineWatchdog, Observer, Recorder};
 use crate::pixels::DecodeSlots;
 use crate::scheduler::{ImageScheduling, Scheduler, SchedulerConfig, Speculation};
 use crate::server::{
@@ -226,7 +226,7 @@ fn start_watchdog(observer: &Observer, seconds: u64) -> Result<()> {
         return Ok(());
     }
     let (timeline, journal, metrics) = (observer.timeline.clone(), observer.journal.clone(), observer.metrics.clone());
-    let watchdog = Watchdog::new(timeline, journal, metrics, Duration::from_secs(seconds));
+    let watchdog = EngineWatchdog::new(timeline, journal, metrics, Duration::from_secs(seconds));
     watchdog.start().map_err(|e| Error::Internal(format!("cannot start the watchdog's thread: {e}")))
 }
 

@@ -23,7 +23,7 @@ pub use metrics::{
 };
 pub use stall::Stall;
 pub use timeline::{Follower, News, Phase, Recorder, Span, TIMELINE_BYTES, Timeline, TraceFile, TrackName, Window};
-pub use watchdog::Watchdog;
+pub use watchdog::EngineWatchdog;
 
 /// Everything that observers read. Clones share it.
 #[derive(Clone)]

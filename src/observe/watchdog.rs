@@ -13,7 +13,7 @@ const LOOKS: u32 = 4;
 const LONGEST_WAIT: Duration = Duration::from_secs(5);
 
 /// Watches the engine, by its timeline, and the pushes in the journal.
-pub struct Watchdog {
+pub struct EngineWatchdog {
     timeline: Timeline,
     journal: Journal,
     metrics: Arc<Metrics>,
@@ -22,7 +22,7 @@ pub struct Watchdog {
     reported: Option<Work>,
 }
 
-impl Watchdog {
+impl EngineWatchdog {
     /// A watchdog for work that makes no progress for `limit`.
     pub fn new(timeline: Timeline, journal: Journal, metrics: Arc<Metrics>, limit: Duration) -> Self {
         Self { timeline, journal, metrics, limit, reported: None }
@@ -86,8 +86,8 @@ mod tests {
 
     const LIMIT: Duration = Duration::from_secs(60);
 
-    fn watchdog(observer: &Observer) -> Watchdog {
-        Watchdog::new(observer.timeline.clone(), observer.journal.clone(), observer.metrics.clone(), LIMIT)
+    fn watchdog(observer: &Observer) -> EngineWatchdog {
+        EngineWatchdog::new(observer.timeline.clone(), observer.journal.clone(), observer.metrics.clone(), LIMIT)
     }
 
     #[test]
