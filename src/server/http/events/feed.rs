@@ -316,7 +316,7 @@ mod tests {
         let mut feed = Feed::new(&server, RequestListCache::default(), Caller::default());
         let first = event(&mut feed);
         let members: Vec<_> = first.as_object().expect("an object").keys().map(String::as_str).collect();
-        let all = ["engine", "latencies", "outcomes", "memory", "pushes", "errors", "requests"];
+        let all = ["engine", "latencies", "outcomes", "tool_calls", "stall", "memory", "pushes", "errors", "requests"];
         assert_eq!(members, [&["now", "spans", "server"], &all[..]].concat());
         assert_eq!(first["engine"]["lifecycle"], "starting");
         let load = first["spans"]["engine"][0].as_array().expect("a row");
