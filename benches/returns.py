@@ -16,6 +16,7 @@ import os
 import sys
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -156,12 +157,13 @@ def main() -> int:
         prompts, many = (w.make_prompts(vocab_size) for w in (GROUPS, replace(GROUPS, prompts=32)))
         tensors, config = random_adapter(client.parameters())
         client.push_lora(tensors, config, name=ADAPTER)
-        for part in (
-            policy_side(client, prompts, args.runs),
-            references(client, args.model, prompts, args.runs),
-            long_tail(client, many, args.runs),
-        ):
-            for title, ours, beside, aim in part:
+        parts = [
+            partial(policy_side, client, prompts),
+            partial(references, client, args.model, prompts),
+            partial(long_tail, client, many),
+        ]
+        for part in parts:
+            for title, ours, beside, aim in part(args.runs):
                 ratio = Timing.of([a / b for a, b in zip(ours, beside, strict=True)])
                 print(f"| {title} | {Timing.of(ours)} | {Timing.of(beside)} | {ratio} | {aim} |", flush=True)
     return 0

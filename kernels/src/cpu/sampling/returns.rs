@@ -33,16 +33,16 @@ impl Processed<'_> {
         task: &SamplingTask<'_>,
         scratch: &mut SupportScratch,
     ) -> Option<Box<TokenReturns>> {
-        answered(raw, task, || self.entropy(raw), |limit| self.support(raw, task, limit, scratch))
+        answered(raw, task, |of_raw| self.entropy(raw, of_raw), |limit| self.support(raw, task, limit, scratch))
     }
 
     fn is_raw(&self) -> bool {
         !self.is_edited && self.scale == 1.0 && self.bound == LogitBound::NONE
     }
 
-    fn entropy(&self, raw: &Raw<'_>) -> f32 {
+    fn entropy(&self, raw: &Raw<'_>, of_raw: f32) -> f32 {
         if self.is_raw() {
-            return raw.entropy();
+            return of_raw;
         }
         let weighted = logits::sum_weight_ln_weight(raw.isa, &self.row, self.scale, self.bound);
         entropy(self.total, weighted)
@@ -56,14 +56,16 @@ impl Processed<'_> {
     /// The number of tokens that are kept, and their ids if they are not more than `limit`.
     fn tokens(&self, raw: &Raw<'_>, limit: usize, candidates: &mut Vec<Candidate>) -> (usize, Vec<u32>) {
         let Self { row, bound, .. } = self;
-        let is_kept = |(id, logit): (u32, f32)| logit > f32::NEG_INFINITY && bound.keeps(logit, id);
         if bound.logit > f32::NEG_INFINITY {
             logits::candidates(raw.isa, row, bound.logit, 1.0, candidates);
-            let kept = || candidates.iter().map(|c| (c.id, c.logit)).filter(|token| is_kept(*token));
-            counted(kept, limit)
-        } else {
-            counted(|| (0..).zip(row.logits.iter().copied()).filter(|token| is_kept(*token)), limit)
+            candidates.retain(|c| bound.keeps(c.logit, c.id));
+            let size = candidates.len();
+            return (size, if size <= limit { candidates.iter().map(|c| c.id).collect() } else { Vec::new() });
         }
+        let has_weight = |logit: &&f32| **logit > f32::NEG_INFINITY;
+        let size = row.logits.iter().filter(has_weight).count();
+        let tokens = (0..).zip(row.logits).filter(|(_, logit)| has_weight(logit));
+        (size, if size <= limit { tokens.map(|(id, _)| id).collect() } else { Vec::new() })
     }
 
     /// See [`Support::log_mass`]. Edits choose tokens; their mass is that of the logits which the model gave.
@@ -96,17 +98,18 @@ impl Processed<'_> {
 pub fn of_certain(raw: &Raw<'_>, task: &SamplingTask<'_>, choice: u32, broken: bool) -> Option<Box<TokenReturns>> {
     let value = if broken { f32::NAN } else { 0.0 };
     let ids = |limit| if limit > 0 { vec![choice] } else { Vec::new() };
-    answered(raw, task, || value, |limit| Support { size: 1, log_mass: value, ids: ids(limit) })
+    answered(raw, task, |_| value, |limit| Support { size: 1, log_mass: value, ids: ids(limit) })
 }
 
 fn answered(
     raw: &Raw<'_>,
     task: &SamplingTask<'_>,
-    entropy: impl FnOnce() -> f32,
+    entropy: impl FnOnce(f32) -> f32,
     support: impl FnOnce(u32) -> Support,
 ) -> Option<Box<TokenReturns>> {
     let TaskReturns { entropy: wants_entropy, support: limit } = task.returns;
-    let (raw_entropy, entropy) = if wants_entropy { (raw.entropy(), entropy()) } else { (0.0, 0.0) };
+    let raw_entropy = if wants_entropy { raw.entropy() } else { 0.0 };
+    let entropy = if wants_entropy { entropy(raw_entropy) } else { 0.0 };
     let asked = wants_entropy || limit.is_some();
     asked.then(|| Box::new(TokenReturns { raw_entropy, entropy, support: limit.map(support).unwrap_or_default() }))
 }
@@ -125,11 +128,4 @@ impl Raw<'_> {
 fn entropy(total: f64, weighted: f64) -> f32 {
     // Rounding may leave a distribution of one certain token a little below 0.
     (total.ln() - weighted / total).max(0.0) as f32
-}
-
-/// The number of tokens, and their ids if they are not more than `limit`.
-fn counted<I: Iterator<Item = (u32, f32)>>(tokens: impl Fn() -> I, limit: usize) -> (usize, Vec<u32>) {
-    let size = tokens().count();
-    let ids = if size <= limit { tokens().map(|(id, _)| id).collect() } else { Vec::new() };
-    (size, ids)
 }
