@@ -75,13 +75,16 @@ mod system {
         let mut ids: Vec<i32> = ids.filter_map(|entry| entry.file_name().to_str()?.parse().ok()).collect();
         ids.retain(|id| *id != own);
         ids.sort_unstable();
-        let stacks = ids.into_iter().map(|id| {
+        let stacks = ids.into_iter().filter_map(|id| {
             let read = |file| fs::read_to_string(format!("/proc/self/task/{id}/{file}")).unwrap_or_default();
             let name = read("comm").trim_end().to_owned();
+            if name.is_empty() {
+                return None; // it has ended
+            }
             let frames = frames_of(id).map(|frames| named(&frames));
             let frames =
                 frames.unwrap_or_else(|| format!("  does not answer; it waits in {}", read("wchan").trim_end()));
-            ThreadStack { id, name, frames }
+            Some(ThreadStack { id, name, frames })
         });
         let stacks = stacks.collect();
         // The names of a large binary take memory.
