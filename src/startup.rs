@@ -184,7 +184,6 @@ pub fn start(config: &Config, observer: Observer, recorder: Recorder) -> Result<
     };
     let tokenizer = encoder.as_ref().map(|encoder| encoder.tokenizer.clone());
     let thread = start_thread(Engine::new(executor, scheduler, tokenizer, commands, setup))?;
-    start_watchdog(&observer, config.watch.watchdog_seconds)?;
     let model = ModelFacts {
         routing: model.experts.as_ref().map(|experts| routing_rules(&layout, experts)),
         images: model.vision.map(|vision| image_rules(config, &layout, vision)),
@@ -200,7 +199,7 @@ pub fn start(config: &Config, observer: Observer, recorder: Recorder) -> Result<
         model: Arc::new(model),
         info,
         engine: EngineHandle::new(sender),
-        metrics: observer.metrics,
+        metrics: observer.metrics.clone(),
         traffic,
         parameters,
         sources,
@@ -212,7 +211,7 @@ pub fn start(config: &Config, observer: Observer, recorder: Recorder) -> Result<
         reports_prompt_details: config.enable_prompt_tokens_details,
         writes_token_ids: config.return_tokens_as_token_ids,
     };
-    Ok((context, thread))
+    start_watchdog(&observer, config.watch.watchdog_seconds).map(|()| (context, thread))
 }
 
 fn start_thread(engine: Engine<impl Executor + Send + 'static>) -> Result<EngineThread> {
