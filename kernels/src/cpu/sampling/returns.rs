@@ -1,4 +1,4 @@
-//! Entropies, and the support of the processed distribution: [`TaskReturns`](crate::sampling::TaskReturns).
+//! Entropies, and the support of the processed distribution: [`TaskReturns`].
 
 use super::super::logits::{self, Candidate, LogitBound, Row};
 use super::Raw;
