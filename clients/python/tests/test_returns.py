@@ -206,7 +206,7 @@ def test_references_and_the_current_policy_score_the_samples(binary):
 def test_policies_that_cannot_score_are_rejected(served):
     with pytest.raises(NotFound, match=r'returns.references\[1\]: "nobody" is not resident'):
         served.generate([[1]], returns=Returns(references=[None, "nobody"]), return_text=False)
-    with pytest.raises(InvalidArgument, match=r"returns.references\[1\]: '' is there twice"):
+    with pytest.raises(InvalidArgument, match=r'returns.references\[1\]: "" is there twice'):
         served.generate([[1]], returns=Returns(references=[None, None]), return_text=False)
     with pytest.raises(InvalidArgument, match=r"returns.references: expected a list of names, got 'one'"):
         served.generate([[1]], returns=Returns(references="one"), return_text=False)
