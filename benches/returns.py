@@ -33,7 +33,7 @@ GROUPS = WORKLOADS["W1"]
 ADAPTER = "policy"
 ALL = Returns(entropy=True, support=True, top=64)
 TAIL_MEDIAN, TAIL_SPREAD = 60, 0.8
-"""Of the lengths of answers in the tail's workload, which are lognormal: the longest is ten times the median."""
+"""Median and sigma of the lognormal lengths of answers in the tail's workload."""
 REFERENCES = Returns(references=[None])
 Row = tuple[str, list[float], list[float], str]
 

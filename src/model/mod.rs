@@ -82,7 +82,7 @@ impl Model {
     /// are looked at. A name that the model does not have is passed over.
     ///
     /// # Errors
-    /// As for [`Parameterized::visit`].
+    /// The first error that `visitor` returns; the remaining parameters are then not visited.
     pub fn visit_named<'n>(
         &mut self,
         names: impl IntoIterator<Item = &'n str>,

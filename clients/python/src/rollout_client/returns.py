@@ -49,11 +49,10 @@ class PolicyScore:
     weight_version: int
     """The version of the policy."""
     raw_logprobs: npt.NDArray[np.float32]
-    """`[T]`, under its own distribution, as `Sample.raw_logprobs`."""
+    """`[T]`, under the policy's own distribution, as `Sample.raw_logprobs`."""
     logprobs: npt.NDArray[np.float32]
-    """`[T]`. Of a reference: under its own distribution at the temperature of the request, or at 1 where that is 0,
-    with nothing else applied. Of the current policy: under the distribution that tokens are sampled from, as
-    `Sample.logprobs`."""
+    """`[T]`. For a reference: its logits divided by the request's temperature (1 if that is 0), without filters and
+    penalties. For the current policy: under the distribution that tokens are sampled from, as `Sample.logprobs`."""
 
 
 @dataclass(frozen=True)

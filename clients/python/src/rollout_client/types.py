@@ -180,7 +180,7 @@ class Sample:
     routing: Routing | None = None
     """`[T - 1]` tokens from token `P` on: the last one was not run. None unless `return_routing` was requested."""
     returned: Returned | None = None
-    """Of `T` tokens; None unless `returns` was requested."""
+    """Further values for the `T` tokens; None unless `returns` was requested."""
     references: list[PolicyScore] = field(default_factory=list)
     """The scores under `Returns.references`, in their order. Empty if the sample was aborted, or its request ended
     before they were there."""
@@ -214,7 +214,7 @@ class PromptLogprobs:
     token_id_logprobs: list[TopLogprobs] = field(default_factory=list)
     """`[P]`, the tokens of each row of `prompt_logprob_token_ids`; empty for a prompt without rows."""
     returned: Returned | None = None
-    """Of `P` tokens; None unless `returns` was requested."""
+    """Further values for the `P` tokens; None unless `returns` was requested."""
 
 
 @dataclass(frozen=True)
@@ -294,7 +294,7 @@ class Score:
     """`[T - 1]` tokens, as the last one was not run, unless it is the only one. None unless `return_routing` was
     requested."""
     returned: Returned | None = None
-    """Of `T` tokens; None unless `returns` was requested."""
+    """Further values for the `T` tokens; None unless `returns` was requested."""
 
 
 @dataclass(frozen=True)

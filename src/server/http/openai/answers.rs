@@ -188,7 +188,7 @@ impl Report {
     /// Takes the experts of a prompt's tokens, which `kept` counts.
     ///
     /// # Errors
-    /// `ResourceExhausted` if there is no room.
+    /// `ResourceExhausted` if the reply would exceed `--request-bytes`.
     pub(in crate::server::http) fn keep_prompt_routing(
         &mut self,
         prompt: usize,
@@ -205,7 +205,7 @@ impl Report {
     /// The experts of a sample and of its prompt, if they are reported, and the bytes that `kept` holds for them.
     ///
     /// # Errors
-    /// `ResourceExhausted` if there is no room.
+    /// `ResourceExhausted` if the reply would exceed `--request-bytes`.
     pub(in crate::server::http) fn routed_experts(
         &self,
         completion: &Completion,
@@ -219,7 +219,7 @@ impl Report {
     /// The further values of a sample that the request asks for, and the bytes that `kept` holds for them.
     ///
     /// # Errors
-    /// `ResourceExhausted` if there is no room.
+    /// `ResourceExhausted` if the reply would exceed `--request-bytes`.
     pub(in crate::server::http) fn returned(
         &self,
         completion: &Completion,
@@ -239,7 +239,7 @@ impl Report {
     /// counts them.
     ///
     /// # Errors
-    /// `ResourceExhausted` if there is no room.
+    /// `ResourceExhausted` if the reply would exceed `--request-bytes`.
     pub(in crate::server::http) fn of_prompt(
         &self,
         top: Option<u32>,

@@ -78,7 +78,7 @@ pub(in crate::server::http) struct Returned {
 struct Policy {
     weight_version: WeightVersion,
     raw_logprobs: Vec<f32>,
-    /// Of a reference, at the temperature of the request with nothing else applied.
+    /// For a reference: at the request's temperature, without filters and penalties.
     logprobs: Vec<f32>,
 }
 
