@@ -320,21 +320,36 @@ def test_a_task_that_is_cancelled_drops_its_own_push_alone(fleet, rng):
     assert fleet.push_lora(adapter, config).weight_version == version + 2
 
 
-def test_an_interrupted_wait_for_the_receipt_leaves_the_push_whole(fleet, servers, rng):
+@pytest.fixture
+def interrupted():
+    """Set by the first SIGINT, which raises KeyboardInterrupt; later ones are ignored."""
+    event = threading.Event()
+
+    def interrupt(*_):
+        if not event.is_set():
+            event.set()
+            raise KeyboardInterrupt
+
+    previous = signal.signal(signal.SIGINT, interrupt)
+    yield event
+    signal.signal(signal.SIGINT, previous)
+
+
+def test_an_interrupted_wait_for_the_receipt_leaves_the_push_whole(fleet, servers, rng, interrupted):
     """Control-C when all replicas have committed."""
     adapter, config = random_adapter(rng, BASE)
-    version, end, interrupted = fleet.status().weight_version, fleet._core.pushes.end, threading.Event()
+    version, end = fleet.status().weight_version, fleet._core.pushes.end
 
     async def late_end(*arguments):
-        os.kill(os.getpid(), signal.SIGINT)
+        # Python misses a signal that arrives just before the main thread waits: a second one ends the wait.
         while not interrupted.is_set():
-            await asyncio.sleep(0.01)
+            await asyncio.sleep(0.05)
+            os.kill(os.getpid(), signal.SIGINT)
         return await end(*arguments)
 
     fleet._core.pushes.end = late_end
     with pytest.raises(KeyboardInterrupt):
         fleet.push_lora(adapter, config)
-    interrupted.set()
     wait_until_true(lambda: fleet.status().weight_version == version + 1)
     assert states(fleet) == [CURRENT, CURRENT] and versions(ask(fleet)) == {version + 1}
 
