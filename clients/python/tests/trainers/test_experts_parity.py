@@ -20,21 +20,65 @@ SHAPES = 20
 """Random shapes of each family."""
 PROMPTS = 4
 TOLERANCE = 1e-4
+ORDERS = 16
+"""Orders in which transformers adds the same numbers, where the rounding of one position is measured."""
+ROUNDINGS = 4
+"""How many times as far as transformers in its farthest order a position may be from the mean of the orders."""
 
 
 @pytest.mark.parametrize("shape", range(SHAPES))
 @pytest.mark.parametrize("family", ["glm4_moe", "mixtral", "qwen2_moe", "qwen3_moe"])
 def test_random_shapes(pytestconfig, tmp_path, rng, family, shape):
+    check(pytestconfig.getoption("--server"), tmp_path / "model", rng, family)
+
+
+def test_a_position_that_rounding_moves_far(pytestconfig, tmp_path):
+    """Position 80 of a prompt of this model is off by 1.3e-4. transformers, too, moves it farther than any other when
+    it adds in another order: by 2.8e-5 (root mean square), where the median position moves by 6.7e-6.
+    """
+    check(pytestconfig.getoption("--server"), tmp_path / "model", np.random.default_rng(941395087), "qwen2_moe")
+
+
+def check(binary, directory, rng, family):
     config = CONFIGS[family](rng)
     print(config.to_json_string())
-    save(config, rng, tmp_path / "model")
-    model = experts.load(tmp_path / "model")
+    save(config, rng, directory)
+    model = experts.load(directory)
     prompts, expected = zip(*(scored_prompt(model, rng) for _ in range(PROMPTS)), strict=True)
-    with server(pytestconfig.getoption("--server"), tmp_path / "model", "--dtype", "float32") as client:
+    with server(binary, directory, "--dtype", "float32") as client:
         scores = client.score([prompt.tolist() for prompt in prompts])
-    for score, logprobs in zip(scores, expected, strict=True):
-        apart = np.abs(np.array(score.raw_logprobs[1:]) - logprobs).max()
-        assert apart < TOLERANCE, apart
+    for prompt, score, logprobs in zip(prompts, scores, expected, strict=True):
+        ours = np.array(score.raw_logprobs[1:])
+        if np.abs(ours - logprobs).max() >= TOLERANCE:
+            mean, rounding = rounding_of(directory, prompt)
+            apart = np.abs(ours - mean)
+            far = apart >= np.maximum(TOLERANCE, ROUNDINGS * rounding)
+            assert not far.any(), (np.flatnonzero(far), apart[far], rounding[far])
+
+
+def rounding_of(directory, tokens):
+    """Log-probabilities in the mean of several orders of addition, and how far from it the farthest order is."""
+    orders = np.array([logprobs_of(reorder(experts.load(directory), seed), tokens) for seed in range(ORDERS)])
+    mean = orders.mean(0)
+    rounding = np.abs(orders - mean).max(0)
+    assert rounding.max() < 1e-3, "the order changes more than the rounding"
+    return mean, rounding
+
+
+def logprobs_of(model, tokens):
+    return make_fixtures.logprobs(model, tokens[None])[0][0].double().numpy()
+
+
+def reorder(model, seed):
+    """The same function with its hidden dimension in another order."""
+    order = torch.randperm(model.config.hidden_size, generator=torch.Generator().manual_seed(seed))
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if name.endswith(("o_proj.weight", "down_proj.weight", "experts.down_proj")):
+                weight.copy_(weight[..., order, :].clone())
+            elif not name.endswith(("q_norm.weight", "k_norm.weight", "q_proj.bias", "k_proj.bias", "v_proj.bias")):
+                weight.copy_(weight[..., order].clone())
+    return model
 
 
 def save(config, rng, directory):
