@@ -1,20 +1,37 @@
 //! Admission: free places go to waiting sequences, then to groups of the queue.
 
+use std::collections::BTreeSet;
+
 use super::schedule::PlanBuilder;
 use super::{GroupState, Scheduler, SeqId, Sequence};
 use crate::cache::PrefixMatch;
 
 impl Scheduler {
-    /// Admits sequences in order until the token budget, the places or the blocks are used up. None overtakes another:
-    /// a long sequence that waits for blocks would starve if short ones passed it.
+    /// Admits sequences in order until the token budget, the places or the blocks are used up. None overtakes one that
+    /// waits for blocks: a long sequence would starve if short ones passed it. A sequence whose next block is in this
+    /// plan waits for the prefix cache to have it, and keeps its place; each such step brings it a block.
     pub(super) fn admit(&mut self, builder: &mut PlanBuilder) {
-        while builder.budget > 0 && self.running.len() < self.config.max_num_seqs {
-            let next = self.waiting.iter().find(|(_, sequence)| sequence.pending.is_none()).map(|(&id, _)| id);
+        let mut held_back = BTreeSet::new();
+        while builder.budget > 0 && self.running.len() + held_back.len() < self.config.max_num_seqs {
+            let can_run = |(id, sequence): &(&SeqId, &Sequence)| sequence.pending.is_none() && !held_back.contains(*id);
+            let next = self.waiting.iter().find(can_run).map(|(&id, _)| id);
             let Some(id) = next.or_else(|| self.dequeue()) else { return };
-            if !self.try_admit(id, builder) {
+            if self.waits_for_prefix(id, builder) {
+                held_back.insert(id);
+            } else if !self.try_admit(id, builder) {
                 return;
             }
         }
+    }
+
+    /// Whether the plan computes the block that follows the cached prefix of a waiting sequence.
+    fn waits_for_prefix(&self, id: SeqId, builder: &PlanBuilder) -> bool {
+        let sequence = &self.waiting[&id];
+        if builder.blocks.is_empty() || !sequence.table.is_empty() {
+            return false;
+        }
+        let next = sequence.cacheable_block(self.find_prefix(sequence).num_blocks(), self.cache.block_size());
+        next.is_some_and(|block| builder.blocks.contains(block))
     }
 
     /// Makes the queue's next group a waiting sequence.

@@ -7,7 +7,8 @@
 //!    refuses all of them. The queue gives one group of each request in turn.
 //! 2. When there is a free place (`max_num_seqs`) and its prompt fits into free blocks, [`Scheduler::schedule`] admits
 //!    a group as one sequence, that of sample 0, with the other samples as `unforked`. Blocks of the prompt's prefix
-//!    that are cached become the beginning of its block table.
+//!    that are cached become the beginning of its block table. A prompt whose next block is computed by the same step
+//!    waits for it: requests of one prompt compute it once.
 //! 3. A sequence has one progress number: `num_computed` catches up with the tokens it has. A step computes as many of
 //!    the missing ones as the token budget (`max_batch_tokens`) allows: a chunk of the prompt, the last sampled token,
 //!    or prompt and output again after a preemption. There are no phases.

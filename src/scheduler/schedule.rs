@@ -1,6 +1,9 @@
 //! Making a step's plan: running sequences first, oldest first, then admission, then drafts.
 
+use std::collections::HashSet;
+
 use super::{Scheduler, SeqId};
+use crate::cache::BlockHash;
 use crate::grammar::MaskBudget;
 use crate::types::{PictureHash, StepPlan};
 
@@ -12,6 +15,8 @@ pub(super) struct PlanBuilder {
     pub budget: usize,
     /// Pictures that the sequences planned so far need.
     pub pictures: Vec<PictureHash>,
+    /// The full blocks that the plan computes and that its answer registers in the prefix cache.
+    pub blocks: HashSet<BlockHash>,
 }
 
 impl Scheduler {
@@ -64,6 +69,7 @@ impl Scheduler {
         let sequence = &self.running[&id];
         let mut planned = sequence.plan(end);
         planned.embeddings = self.images.embeddings(sequence, planned.start..end);
+        builder.blocks.extend(sequence.known_blocks(end / self.cache.block_size()));
         builder.budget -= planned.tokens.len();
         builder.plan.sequences.push(planned);
         self.in_flight.push(id);

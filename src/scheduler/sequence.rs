@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use super::thinking::Thinking;
 use super::{Group, GroupKind};
-use crate::cache::{BlockTable, CacheSalt, HashChain, KvCacheManager};
+use crate::cache::{BlockHash, BlockTable, CacheSalt, HashChain, KvCacheManager};
 use crate::grammar::GrammarState;
 use crate::types::{
     Distribution, FinishReason, History, LogitsRow, LogitsTask, PlanSequence, Prompt, SampleKey, SamplingParams,
@@ -157,6 +157,19 @@ impl Sequence {
     pub fn max_cached_tokens(&self) -> usize {
         let last = self.num_tokens() - 1;
         self.next_scored().map_or(last, |next| next.min(last))
+    }
+
+    /// Hash of the full block at `index`, if the prefix cache may provide it.
+    pub fn cacheable_block(&self, index: usize, block_size: usize) -> Option<&BlockHash> {
+        let is_allowed = (index + 1) * block_size <= self.max_cached_tokens();
+        self.hashes.as_slice().get(index).filter(|_| is_allowed)
+    }
+
+    /// Hashes of the first `end` full blocks, without those that are registered, as far as their tokens are known.
+    /// None for a sequence that registers no further block.
+    pub fn known_blocks(&self, end: usize) -> &[BlockHash] {
+        let end = if self.mixed { 0 } else { end.min(self.hashes.len()) };
+        &self.hashes.as_slice()[self.num_registered.min(end)..end]
     }
 
     /// Index of the token that predicts the next of the prompt's log-probabilities, if they are wanted.

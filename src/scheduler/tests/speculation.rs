@@ -30,7 +30,13 @@ fn repeating(config: SchedulerConfig, num_blocks: usize) -> Harness {
 
 /// A group whose prompt has every pair of tokens that can follow each other.
 fn cyclic(key: GroupKey, n: u32, max_tokens: u32) -> Group {
-    group(key, &[0, 1, 2, 3, 4, 0, 1, 2, 3, 4, 0], n, max_tokens)
+    cyclic_from(0, key, n, max_tokens)
+}
+
+/// Such a group whose prompt begins with another token, so that it shares no block.
+fn cyclic_from(first: TokenId, key: GroupKey, n: u32, max_tokens: u32) -> Group {
+    let prompt: Vec<TokenId> = (first..first + 11).map(|token| token % 5).collect();
+    group(key, &prompt, n, max_tokens)
 }
 
 /// Number of token rows of each planned sequence.
@@ -97,7 +103,7 @@ fn rows_are_never_more_than_is_allowed() {
 fn the_likeliest_drafts_get_the_rows() {
     for likelier in 0..2 {
         let mut harness = repeating(config(Speculation { max_rows: 5, row_cost: 0.0 }), 100);
-        harness.add(vec![cyclic(key(0, 0), 1, 40), cyclic(key(0, 1), 1, 40)]).expect("room");
+        harness.add(vec![cyclic(key(0, 0), 1, 40), cyclic_from(2, key(0, 1), 1, 40)]).expect("room");
         harness.step();
         let mut expected = [1, 1];
         expected[likelier] = 4;
@@ -149,7 +155,7 @@ fn a_sample_is_given_no_more_tokens_than_it_may_have() {
 fn drafts_take_no_blocks_from_anyone() {
     // 16 blocks: two sequences of 11 + 21 tokens fill them to the last slot.
     let mut harness = repeating(config(EAGER), 16);
-    harness.add(vec![cyclic(key(0, 0), 1, 22), cyclic(key(1, 0), 1, 22)]).expect("room");
+    harness.add(vec![cyclic(key(0, 0), 1, 22), cyclic_from(2, key(1, 0), 1, 22)]).expect("room");
     let plans = harness.run();
     let stats = harness.scheduler.stats();
     assert!(stats.accepted_tokens > 10, "{stats:?}");
@@ -224,7 +230,7 @@ fn drafts_that_are_wrong_become_rare() {
 #[test]
 fn indexes_are_of_the_groups_that_decode_now() {
     let mut harness = repeating(config(EAGER), 200);
-    harness.add(vec![cyclic(key(0, 0), 1, 60), cyclic(key(1, 0), 1, 20)]).expect("room");
+    harness.add(vec![cyclic(key(0, 0), 1, 60), cyclic_from(2, key(1, 0), 1, 20)]).expect("room");
     let indexed = |harness: &Harness| harness.scheduler.groups.values().filter(|group| group.index.is_some()).count();
     harness.step();
     harness.step();
