@@ -1,5 +1,6 @@
 //! The server's only configuration: command line and environment variables, checked once and passed on as structs.
 
+mod adapters;
 mod choices;
 mod command_line;
 mod image_limit;
@@ -14,6 +15,7 @@ use clap::{CommandFactory as _, Parser};
 use clap_complete::Shell;
 use rollout_kernels::{AllReduce, AttentionKernel, Backend};
 
+pub use adapters::AdapterFlags;
 pub use choices::*;
 pub use command_line::CommandLine;
 pub use image_limit::ImageLimit;
@@ -255,35 +257,8 @@ pub struct Config {
     )]
     pub update_idle_seconds: u64,
 
-    /// Maximum resident adapters, which stay unmerged beside the weights.
-    #[arg(
-        long,
-        help_heading = "Weights and adapters",
-        env = "ROLLOUT_MAX_ADAPTERS",
-        default_value_t = 0,
-        value_name = "N"
-    )]
-    pub max_adapters: usize,
-
-    /// Adapters to load at the start, each NAME=DIRECTORY; each takes one of --max-adapters.
-    #[arg(
-        long,
-        help_heading = "Weights and adapters",
-        env = "ROLLOUT_LORA_MODULES",
-        num_args = 1..,
-        value_name = "NAME=DIR"
-    )]
-    pub lora_modules: Vec<LoraModule>,
-
-    /// Maximum rank of a resident adapter.
-    #[arg(
-        long,
-        help_heading = "Weights and adapters",
-        env = "ROLLOUT_MAX_LORA_RANK",
-        default_value_t = 16,
-        value_name = "R"
-    )]
-    pub max_lora_rank: usize,
+    #[command(flatten)]
+    pub adapters: AdapterFlags,
 
     /// File of the accepted tokens, one `generate TOKEN` or `control TOKEN` per line; reloaded when it changes.
     #[arg(long, help_heading = "Security", env = "ROLLOUT_AUTH_TOKEN_FILE", value_name = "FILE")]
@@ -444,16 +419,7 @@ impl Config {
         if self.max_batch_tokens == 0 || self.max_batch_tokens > 1 << 20 {
             return fail("max-batch-tokens", &self.max_batch_tokens, "from 1 to 1048576");
         }
-        if self.max_adapters > 1024 {
-            return fail("max-adapters", &self.max_adapters, "at most 1024");
-        }
-        if self.lora_modules.len() > self.max_adapters {
-            let want = format!("at least {}, the number of --lora-modules", self.lora_modules.len());
-            return fail("max-adapters", &self.max_adapters, &want);
-        }
-        if !(1..=1024).contains(&self.max_lora_rank) {
-            return fail("max-lora-rank", &self.max_lora_rank, "from 1 to 1024");
-        }
+        self.adapters.check()?;
         // At most 2^24, because each waiting sample is a record of some hundred bytes.
         if !(1..=1 << 24).contains(&self.max_queued_samples) {
             return fail("max-queued-samples", &self.max_queued_samples, "from 1 to 16777216");

@@ -72,7 +72,7 @@ fn run(config: Config, profile: Option<Profile>, logs: &LogWriter) -> Result<()>
         max_connections: max_connections(&config),
         shutdown_grace: Duration::from_secs(config.shutdown_grace_seconds),
         security: security(&config),
-        lora_modules: config.lora_modules.clone(),
+        lora_modules: config.adapters.lora_modules.clone(),
     })?;
     // Opens the file that measures resident memory now, while descriptors are left.
     let _ = resident_bytes();

@@ -25,7 +25,8 @@ use crate::observe::{EngineWatchdog, Observer, Recorder};
 use crate::pixels::DecodeSlots;
 use crate::scheduler::{ImageScheduling, Scheduler, SchedulerConfig, Speculation};
 use crate::server::{
-    HeldPictures, ImageRules, ModelFacts, PromptEncoder, RequestTemplates, RoutingRules, ServingContext, pb,
+    AdaptersDir, HeldPictures, ImageRules, ModelFacts, PromptEncoder, RequestTemplates, RoutingRules, ServingContext,
+    pb,
 };
 use crate::text::{
     ChatTemplate, ReasoningFormat, TiktokenRanks, Tokenizer, read_tokenizer_config, special_tokens_of_config,
@@ -176,8 +177,8 @@ pub fn start(config: &Config, observer: Observer, recorder: Recorder) -> Result<
         parameters: parameters.clone(),
         budget,
         traffic: traffic.clone(),
-        max_adapters: config.max_adapters,
-        max_lora_rank: config.max_lora_rank,
+        max_adapters: config.adapters.max_adapters,
+        max_lora_rank: config.adapters.max_lora_rank,
         clock: Clock::System,
         observer: observer.clone(),
         recorder,
@@ -195,6 +196,8 @@ pub fn start(config: &Config, observer: Observer, recorder: Recorder) -> Result<
         encoder,
         tokenizer_info: tokenizer_info.unwrap_or_default().into(),
     };
+    let adapters_dir = config.adapters.adapters_dir.clone();
+    let adapters_dir = adapters_dir.map(|dir| Arc::new(AdaptersDir::new(dir, parameters.clone(), traffic.clone())));
     let context = ServingContext {
         model: Arc::new(model),
         info,
@@ -203,6 +206,7 @@ pub fn start(config: &Config, observer: Observer, recorder: Recorder) -> Result<
         traffic,
         parameters,
         sources,
+        adapters_dir,
         update_idle: Duration::from_secs(config.update_idle_seconds),
         liveness: Duration::from_secs(config.watch.liveness_seconds),
         trainers,
@@ -276,8 +280,8 @@ fn server_info(
         block_size: count(config.block_size),
         parameters,
         kernel: layout.devices.of_rank(0).kernel().into(),
-        max_adapters: count(config.max_adapters),
-        max_lora_rank: count(config.max_lora_rank),
+        max_adapters: count(config.adapters.max_adapters),
+        max_lora_rank: count(config.adapters.max_lora_rank),
         device_uuids: sources.device_uuids(),
         batch_invariant: config.is_batch_invariant(),
         ..Default::default()

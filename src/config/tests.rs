@@ -50,6 +50,12 @@ fn a_bad_value_is_named_with_what_is_allowed() {
         (&["--tls-key", "a.pem"], "--tls-key a.pem: must be given together with --tls-cert"),
         (&["--tls-client-ca", "a.pem"], "--tls-client-ca a.pem: must be given together with --tls-cert and"),
         (&["--weights-dir", "/dev/null"], "--weights-dir /dev/null: must be an existing directory"),
+        (&["--adapters-dir", "/does/not/exist"], "--adapters-dir /does/not/exist: must be an existing directory"),
+        (&["--adapters-dir", "/tmp"], "--max-adapters 0: must be at least 1: the 0 of --lora-modules leave"),
+        (
+            &["--adapters-dir", "/tmp", "--max-adapters", "2", "--lora-modules", "a=/x", "b=/y"],
+            "--max-adapters 2: must be at least 3: the 2 of --lora-modules leave --adapters-dir no slot",
+        ),
         (&["--max-queued-samples", "18446744073709551615"], "--max-queued-samples 18446744073709551615: must be"),
         (&["--max-connections", "0"], "--max-connections 0: must be from 1 to 65536"),
         (&["--watchdog-seconds", "86401"], "--watchdog-seconds 86401: must be at most 86400"),

@@ -1,5 +1,7 @@
 //! Adapters that stay resident beside the policy: named, leased by requests, replaced by compare-and-swap.
 
+mod loads;
+
 use std::sync::Arc;
 
 use super::client::CancelFlag;
@@ -8,6 +10,10 @@ use super::core::{Attempt, EngineCore, Failure};
 use crate::error::{Error, Result};
 use crate::executor::{Executor, WeightOrder};
 use crate::weights::Adapter;
+use loads::{Load, LoadCounts};
+
+pub use loads::ReadAdapter;
+pub(super) use loads::Waits;
 
 /// The resident adapters of all ranks. Each accepted request that uses an adapter holds a lease on it.
 pub(super) struct Adapters {
@@ -17,6 +23,17 @@ pub(super) struct Adapters {
     /// Number of requests that have named an adapter.
     uses: u64,
     resident: Vec<Resident>,
+    /// The adapter that is being loaded because requests name it.
+    load: Option<Load>,
+    counts: LoadCounts,
+}
+
+/// Where an adapter comes from.
+struct Origin {
+    /// The directory that it was read from; `None` if a client sent it.
+    directory: Option<String>,
+    /// Whether it was loaded because a request named it.
+    on_demand: bool,
 }
 
 struct Resident {
@@ -28,7 +45,15 @@ struct Resident {
 
 impl Adapters {
     pub fn new(max_adapters: usize, max_rank: usize) -> Self {
-        Self { max_adapters, max_rank, next_generation: 1, uses: 0, resident: Vec::new() }
+        Self {
+            max_adapters,
+            max_rank,
+            next_generation: 1,
+            uses: 0,
+            resident: Vec::new(),
+            load: None,
+            counts: LoadCounts::default(),
+        }
     }
 
     pub fn num_resident(&self) -> usize {
@@ -49,7 +74,16 @@ impl Adapters {
     /// `NotFound` with the names of the resident adapters.
     pub fn find<X: Executor>(&self, core: &EngineCore<X>, field: &str, name: &str) -> Result<u64> {
         let found = self.named(name).map(|resident| resident.status.generation);
-        found.ok_or_else(|| Error::NotFound(format!("{field}: {name:?} is not resident ({})", self.describe(core))))
+        found.ok_or_else(|| Error::NotFound(self.not_resident(core, field, name)))
+    }
+
+    /// Whether an adapter has this name now.
+    pub fn has(&self, name: &str) -> bool {
+        self.named(name).is_some()
+    }
+
+    fn not_resident<X: Executor>(&self, core: &EngineCore<X>, field: &str, name: &str) -> String {
+        format!("{field}: {name:?} is not resident ({})", self.describe(core))
     }
 
     /// Generation of the adapter that `field` of a request names, and that it is about to use.
@@ -72,14 +106,8 @@ impl Adapters {
     pub fn check_target<X: Executor>(&self, core: &EngineCore<X>, target: &AdapterTarget) -> Result<Option<String>> {
         let old = self.named(&target.name).map_or(0, |old| old.status.generation);
         check_generation(&target.name, old, target.expected_generation)?;
-        // The adapter that has the name frees its slot if no request uses it.
-        let occupied = self.resident.len() - usize::from(old != 0 && core.leases(old) == 0);
-        if occupied < self.max_adapters {
-            return Ok(None);
-        }
-        let idle = self.resident.iter().map(|resident| &resident.status);
-        let idle = idle.filter(|status| target.evicts && !status.retired && core.leases(status.generation) == 0);
-        idle.min_by_key(|status| status.last_use).map(|status| Some(status.name.clone())).ok_or_else(|| {
+        let may_leave = |status: &AdapterStatus| target.evicts || status.on_demand;
+        self.find_slot(core, &target.name, may_leave).ok_or_else(|| {
             Error::ResourceExhausted(format!(
                 "adapter: {:?} finds no free slot of --max-adapters {} ({}); remove one first",
                 target.name,
@@ -87,6 +115,31 @@ impl Adapters {
                 self.describe(core),
             ))
         })
+    }
+
+    /// Finds a slot for an adapter of this name. Returns the name of the adapter that has to leave it first, if one has
+    /// to: the least recently used one of those that no request uses and that `may_leave`. `None` if there is no slot.
+    fn find_slot<X: Executor>(
+        &self,
+        core: &EngineCore<X>,
+        name: &str,
+        may_leave: impl Fn(&AdapterStatus) -> bool,
+    ) -> Option<Option<String>> {
+        // The adapter that has the name frees its slot if no request uses it.
+        let frees = |old: &Resident| core.leases(old.status.generation) == 0;
+        let occupied = self.resident.len() - usize::from(self.named(name).is_some_and(frees));
+        if occupied < self.max_adapters {
+            return Some(None);
+        }
+        let idle = self.resident.iter().map(|resident| &resident.status);
+        let idle = idle.filter(|status| may_leave(status) && !status.retired && core.leases(status.generation) == 0);
+        idle.min_by_key(|status| status.last_use).map(|status| Some(status.name.clone()))
+    }
+
+    /// Checks that an adapter can be resident on this server.
+    fn check_adapter(&self, adapter: &Adapter) -> Result<()> {
+        adapter.check_unmerged()?;
+        self.check_rank(adapter.rank())
     }
 
     fn check_rank(&self, rank: usize) -> Result<()> {
@@ -103,24 +156,36 @@ impl Adapters {
         &mut self,
         core: &mut EngineCore<X>,
         target: &AdapterTarget,
-        adapter: Arc<Adapter>,
+        adapter: &Arc<Adapter>,
         directory: Option<String>,
     ) -> Attempt<u64> {
-        adapter.check_unmerged().map_err(Failure::Refused)?;
-        self.check_rank(adapter.rank()).map_err(Failure::Refused)?;
+        self.check_adapter(adapter).map_err(Failure::Refused)?;
         let evicted = self.check_target(core, target).map_err(Failure::Refused)?;
+        self.put(core, &target.name, adapter, evicted, Origin { directory, on_demand: false })
+    }
+
+    /// Makes a checked adapter resident in a slot that was found, from which `evicted` retires.
+    fn put<X: Executor>(
+        &mut self,
+        core: &mut EngineCore<X>,
+        name: &str,
+        adapter: &Arc<Adapter>,
+        evicted: Option<String>,
+        origin: Origin,
+    ) -> Attempt<u64> {
         let order = WeightOrder::AddAdapter { generation: self.next_generation, adapter: adapter.clone() };
         core.check_order(&order)?;
         if let Some(evicted) = evicted {
-            tracing::info!(adapter = evicted, "removing the least recently used adapter for {:?}", target.name);
+            tracing::info!(adapter = evicted, "removing the least recently used adapter for {name:?}");
+            self.counts.evicted += 1;
             self.retire(&evicted);
         }
-        let generation = self.insert(&target.name, &adapter, directory);
+        let generation = self.insert(name, adapter, origin);
         self.drop_unused(core).map_err(Failure::Fatal)?;
         match core.executor.write(order) {
             Err(error @ Error::ResourceExhausted(_)) => {
                 // Other ranks may have loaded the adapter.
-                self.retire(&target.name);
+                self.retire(name);
                 self.drop_unused(core).map_err(Failure::Fatal)?;
                 Err(Failure::Refused(error))
             }
@@ -171,7 +236,7 @@ impl Adapters {
     }
 
     /// Adds an adapter and returns its generation. An adapter that had its name retires.
-    fn insert(&mut self, name: &str, adapter: &Adapter, directory: Option<String>) -> u64 {
+    fn insert(&mut self, name: &str, adapter: &Adapter, Origin { directory, on_demand }: Origin) -> u64 {
         self.retire(name);
         let generation = self.next_generation;
         self.next_generation += 1;
@@ -181,6 +246,7 @@ impl Adapters {
             rank: adapter.rank(),
             bytes: adapter.bytes(),
             directory,
+            on_demand,
             leases: 0,
             last_use: self.uses,
             retired: false,

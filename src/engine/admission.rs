@@ -3,10 +3,10 @@
 
 use std::sync::Arc;
 
-use super::adapters::Adapters;
+use super::adapters::{Adapters, Waits};
 use super::command::{AbortReply, AbortTarget};
 use super::core::{Ending, EngineCore, shutting_down};
-use super::request::{GenerateCommand, RequestList, ValidRequest};
+use super::request::{GenerateCommand, RequestList, ValidRequest, reference_field};
 use super::request_state::RequestState;
 use super::requests::Requests;
 use crate::cache::CacheSalt;
@@ -16,8 +16,8 @@ use crate::memory::{Level, human_bytes};
 use crate::text::Tokenizer;
 use crate::types::{Owner, RequestKey};
 
-/// The requests that wait to be accepted: while nothing steps, while a drain waits for the accepted ones to end, or for
-/// a newer policy.
+/// The requests that wait to be accepted: while nothing steps, while a drain waits for the accepted ones to end, for a
+/// newer policy, or for an adapter to be loaded.
 pub(super) struct Admission {
     held: Requests,
     /// The key of the last request.
@@ -55,7 +55,7 @@ impl Admission {
         }
         self.last_key += 1;
         let key = RequestKey(self.last_key);
-        if holds_all || wants_newer(core, &request) {
+        if holds_all || must_wait(core, adapters, &request) {
             return self.held.insert(key, request);
         }
         self.accept(core, adapters, key, request);
@@ -73,11 +73,70 @@ impl Admission {
         core.scheduler.check_room(request.request().num_queued(), held)
     }
 
-    /// Accepts the held requests that no longer have to wait, in the order of arrival.
-    pub fn accept_held<X: Executor>(&mut self, core: &mut EngineCore<X>, adapters: &mut Adapters) {
-        for key in self.held.keys(|_, request| !wants_newer(core, request)) {
-            let request = self.held.remove(key).expect("its key was just found");
-            self.accept(core, adapters, key, request);
+    /// Accepts the held requests that no longer have to wait, in the order of arrival, and brings on the load that
+    /// others wait for.
+    ///
+    /// # Errors
+    /// If the executor fails.
+    pub fn accept_held<X: Executor>(&mut self, core: &mut EngineCore<X>, adapters: &mut Adapters) -> Result<()> {
+        loop {
+            for key in self.held.keys(|_, request| !must_wait(core, adapters, request)) {
+                let request = self.held.remove(key).expect("its key was just found");
+                self.accept(core, adapters, key, request);
+            }
+            let first = self.held.keys(|_, request| lacks_adapter(core, adapters, request)).into_iter().next();
+            if let Some((key, request)) = first.and_then(|key| Some((key, self.held.get(key)?))) {
+                if let Err(error) = adapters.check_slots(request) {
+                    self.reject(key, error);
+                    continue;
+                }
+                adapters.begin_load(request);
+            }
+            if !self.place_adapter(core, adapters, first)? {
+                return Ok(());
+            }
+        }
+    }
+
+    /// Gives the adapter that was loaded a slot, if there is one. `first` is the oldest request that waits for an
+    /// adapter. Returns whether other requests may be accepted now, or another adapter may be loaded.
+    fn place_adapter<X: Executor>(
+        &mut self,
+        core: &mut EngineCore<X>,
+        adapters: &mut Adapters,
+        first: Option<RequestKey>,
+    ) -> Result<bool> {
+        if !adapters.is_loading() {
+            return Ok(false);
+        }
+        let first = first.and_then(|key| self.held.get(key));
+        let wanted: Vec<_> = self.held.iter().filter(|request| !wants_newer(core, request)).collect();
+        let is_wanted = |name: &str| wanted.iter().any(|request| request.field_of(name).is_some());
+        match adapters.place(core, first, is_wanted)? {
+            Waits::Still => Ok(false),
+            Waits::Nothing => Ok(true),
+            Waits::Failed(name, error) => {
+                self.reject_lacking(core, adapters, &name, &error);
+                Ok(true)
+            }
+        }
+    }
+
+    /// Rejects the requests that wait for the adapter of this name, which cannot be loaded.
+    pub fn reject_lacking<X: Executor>(
+        &mut self,
+        core: &EngineCore<X>,
+        adapters: &Adapters,
+        name: &str,
+        error: &Error,
+    ) {
+        if adapters.has(name) {
+            return;
+        }
+        let waits = |request: &RequestState| !wants_newer(core, request) && request.field_of(name).is_some();
+        for key in self.held.keys(|_, request| waits(request)) {
+            let field = self.held.get(key).and_then(|request| request.field_of(name)).unwrap_or_default();
+            self.reject(key, adapters.load_error(core, &field, name, error));
         }
     }
 
@@ -160,11 +219,25 @@ impl Admission {
     }
 
     /// Asserts that no request is held without need.
-    pub fn check_integrity<X: Executor>(&self, core: &EngineCore<X>, holds_all: bool) {
+    pub fn check_integrity<X: Executor>(&self, core: &EngineCore<X>, adapters: &Adapters, holds_all: bool) {
         self.held.check_integrity();
-        let startable = self.held.keys(|_, request| !wants_newer(core, request));
+        let startable = self.held.keys(|_, request| !must_wait(core, adapters, request));
         assert!(holds_all || startable.is_empty(), "held requests may start: {startable:?}");
+        let lacking = self.held.keys(|_, request| lacks_adapter(core, adapters, request));
+        assert!(holds_all || lacking.is_empty() || adapters.is_loading(), "no adapter is loaded for {lacking:?}");
     }
+}
+
+/// Whether the request has to wait although the engine steps.
+fn must_wait<X: Executor>(core: &EngineCore<X>, adapters: &Adapters, request: &RequestState) -> bool {
+    wants_newer(core, request) || lacks_adapter(core, adapters, request)
+}
+
+/// Whether the request waits for an adapter to be loaded. One that does not take the serving policy is rejected before.
+fn lacks_adapter<X: Executor>(core: &EngineCore<X>, adapters: &Adapters, request: &RequestState) -> bool {
+    !wants_newer(core, request)
+        && !request.insists_on_other_than(core.policy.version())
+        && adapters.lacking(request).is_some()
 }
 
 /// Whether the request asks for a newer policy than the serving one. A request that asks for exactly one version does
@@ -192,7 +265,7 @@ fn check_policy<X: Executor>(
     };
     let adapter = find("adapter", &request.adapter)?;
     let references = request.references.iter().enumerate();
-    let references = references.map(|(i, name)| find(&format!("returns.references[{i}]"), name));
+    let references = references.map(|(i, name)| find(&reference_field(i), name));
     Ok((adapter, references.collect::<Result<_>>()?))
 }
 

@@ -3,6 +3,7 @@
 use std::sync::Arc;
 use std::time::Duration;
 
+use super::adapters::ReadAdapter;
 use super::client::{Activity, CancelFlag};
 use super::request::{GenerateCommand, RequestList};
 use crate::error::{Error, Result};
@@ -119,6 +120,12 @@ pub enum Command {
         expected_generation: Option<u64>,
         cancel: CancelFlag,
         reply: Reply<Result<u64>>,
+    },
+    /// The server has read the adapter of this name, as an [`AdapterReader`](super::AdapterReader) was asked to, or
+    /// could not.
+    AdapterRead {
+        name: String,
+        read: Result<ReadAdapter>,
     },
     /// Wakes an idle engine, because a [`CancelFlag`] was set or a reader has caught up with its
     /// [backlog](crate::memory::Backlog).
@@ -245,6 +252,9 @@ pub struct AdapterStatus {
     pub bytes: u64,
     /// The directory that it was read from; `None` if a client sent it.
     pub directory: Option<String>,
+    /// Whether it was loaded because a request named it. It leaves its slot for any other adapter that needs one, since
+    /// it can be read again.
+    pub on_demand: bool,
     /// Number of accepted requests that use it.
     pub leases: usize,
     /// Orders adapters by their last use: that of the least recently used one is the lowest.

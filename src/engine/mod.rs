@@ -16,8 +16,8 @@
 //! # Requests
 //!
 //! A request is *accepted* once the scheduler has it. Until then it may be *held*: while the server is paused, while a
-//! *drain* (a pause, a sleep or an update) waits for the accepted requests to end, and while the policy is older than
-//! the request asks for. Held requests keep the order of their arrival and count against the queue's limit. Their
+//! *drain* (a pause, a sleep or an update) waits for the accepted requests to end, while the policy is older than the
+//! request asks for, and while an adapter that it names is loaded. Held requests keep the order of their arrival and count against the queue's limit. Their
 //! versions and adapters are checked when they are accepted. While the server is asleep or its weights are missing, new
 //! requests are rejected.
 //!
@@ -60,11 +60,12 @@ use std::sync::Arc;
 use std::sync::mpsc::{Receiver, RecvTimeoutError};
 use std::time::{Duration, Instant};
 
+pub use adapters::ReadAdapter;
 pub use client::{Activity, BusyGuard, CancelFlag};
 pub use command::*;
 pub use request::{
-    Completion, Event, GenerateCommand, PolicyScore, PromptSampling, RequestClient, RequestKind, RequestList,
-    RequestProgress, RequestStatus, Responder, SampleTimes, Summary, TopArrays, ValidRequest,
+    AdapterReader, Completion, Event, GenerateCommand, PolicyScore, PromptSampling, RequestClient, RequestKind,
+    RequestList, RequestProgress, RequestStatus, Responder, SampleTimes, Summary, TopArrays, ValidRequest,
 };
 
 pub use self::core::Setup;
@@ -243,16 +244,19 @@ impl<X: Executor> Engine<X> {
             self.abort_all();
         }
         self.settle_drains()?;
-        if !self.is_holding() {
-            self.admission.accept_held(&mut self.core, &mut self.adapters);
-        }
-        suspend_laggards(&mut self.core);
+        // A slot that is free now may be what a held request waits for.
         self.adapters.drop_unused(&mut self.core)?;
+        if !self.is_holding() {
+            self.admission.accept_held(&mut self.core, &mut self.adapters)?;
+        }
+        let accepted = self.core.requests.len();
+        suspend_laggards(&mut self.core);
+        let has_ended = self.core.requests.len() < accepted;
         let is_late = self.steps.has_pending() && !self.core.can_step();
         let may_drain = !self.drains.is_empty() && !self.core.must_drain();
-        if is_late || may_drain {
-            // The last request that could step has just been suspended or ended, and the next turn may wait for a
-            // command.
+        if is_late || may_drain || has_ended {
+            // The last request that could step, or that used an adapter, has just been suspended or ended, and the next
+            // turn may wait for a command.
             return self.settle();
         }
         Ok(())
@@ -313,6 +317,11 @@ impl<X: Executor> Engine<X> {
             Command::ListAdapters { reply } => reply(self.adapters.list(&self.core)),
             Command::RemoveAdapter { name, expected_generation, cancel, reply } => {
                 self.adapters.remove(&self.core, &name, expected_generation, cancel, reply);
+            }
+            Command::AdapterRead { name, read } => {
+                if let Some(error) = self.adapters.take_read(&name, read) {
+                    self.admission.reject_lacking(&self.core, &self.adapters, &name, &error);
+                }
             }
             Command::Look => self.drop_cancelled(),
             Command::Shutdown { grace } => {
@@ -465,6 +474,9 @@ impl<X: Executor> Engine<X> {
             weight_version: self.core.policy.version(),
             updates: self.updates.applied(),
             adapters: self.adapters.num_resident() as u64,
+            adapter_loads: self.adapters.load_counts().loaded,
+            adapter_load_failures: self.adapters.load_counts().failed,
+            adapter_evictions: self.adapters.load_counts().evicted,
             ..stats
         }
     }
@@ -476,6 +488,7 @@ impl<X: Executor> Engine<X> {
             State::Asleep(_) => Phase::Asleep,
             State::WeightsMissing { .. } => Phase::WeightsMissing,
             State::Running if !self.core.requests.is_empty() => Phase::WaitReaders,
+            State::Running if self.adapters.is_loading() => Phase::WaitAdapter,
             State::Running if self.admission.num_held() > 0 => Phase::WaitVersion,
             State::Running => Phase::Idle,
         }
@@ -486,7 +499,7 @@ impl<X: Executor> Engine<X> {
         let core = &self.core;
         core.check_integrity();
         self.adapters.check_integrity(core);
-        self.admission.check_integrity(core, self.is_holding());
+        self.admission.check_integrity(core, &self.adapters, self.is_holding());
         self.sleep.check_integrity(core, &self.updates);
         self.updates.check_integrity(core, &self.drains);
         assert!(!self.steps.has_pending() || core.can_step(), "events are kept back, and no step follows");

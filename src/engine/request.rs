@@ -67,6 +67,11 @@ impl ValidRequest {
     }
 }
 
+/// The field of a request that names this one of its references.
+pub(super) fn reference_field(index: usize) -> String {
+    format!("returns.references[{index}]")
+}
+
 /// The most likely tokens of all positions in two arrays.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct TopArrays {
@@ -107,6 +112,8 @@ pub struct RequestClient {
     /// [`DrainMode::Abort`](super::DrainMode::Abort); otherwise it is rejected.
     pub waits_for_resume: bool,
     pub responder: Responder,
+    /// Reads adapters that the request names and that are not resident; `None` if the server reads none.
+    pub adapter_reader: Option<AdapterReader>,
     /// Counts the events that the responder has sent and its reader has not taken.
     pub backlog: Backlog,
     /// Counts the bytes that the request holds until its terminal event: records of its samples, their tokens and
@@ -117,6 +124,9 @@ pub struct RequestClient {
 /// Takes the events of a request, without blocking. The last one is a terminal event ([`Event::Done`] or
 /// [`Event::Failed`]), and there is exactly one of these.
 pub type Responder = Box<dyn FnMut(Event) + Send>;
+
+/// Begins to read the adapter of a name, without blocking. [`Command::AdapterRead`](super::Command::AdapterRead) follows.
+pub type AdapterReader = Box<dyn Fn(&str) + Send>;
 
 /// An event of a request. Its reader receives events in the order in which they happen.
 #[derive(Clone, Debug)]
@@ -234,7 +244,7 @@ pub struct Summary {
 /// State of a request.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum RequestProgress {
-    /// It waits for a newer policy, for Resume, or for a drain to end.
+    /// It waits for a newer policy, for an adapter to be loaded, for Resume, or for a drain to end.
     Held,
     /// None of its prompts has been computed yet.
     Queued,

@@ -6,8 +6,8 @@ use std::time::Instant;
 
 use super::client::CancelFlag;
 use super::request::{
-    Completion, Event, GenerateCommand, RequestClient, RequestKind, RequestProgress, RequestStatus, SampleTimes,
-    Summary, ValidRequest, tokens_bytes,
+    AdapterReader, Completion, Event, GenerateCommand, RequestClient, RequestKind, RequestProgress, RequestStatus,
+    SampleTimes, Summary, ValidRequest, reference_field, tokens_bytes,
 };
 use super::rescoring::{FinishedSample, Rescoring, Start};
 use super::text::{FinishedText, SampleText};
@@ -207,6 +207,25 @@ impl RequestState {
     /// Whether the request asks for exactly one version of the policy, and `version` is another.
     pub fn insists_on_other_than(&self, version: WeightVersion) -> bool {
         self.request.if_weight_version.is_some_and(|wanted| wanted != version)
+    }
+
+    /// Reads adapters that it names and that are not resident, if the server can.
+    pub fn adapter_reader(&self) -> Option<&AdapterReader> {
+        self.client.adapter_reader.as_ref()
+    }
+
+    /// The names of its adapter and of those of its references.
+    pub fn adapter_names(&self) -> impl Iterator<Item = &str> {
+        self.request.adapter.iter().chain(self.request.references.iter().flatten()).map(String::as_str)
+    }
+
+    /// The field in which it names this adapter, if it does.
+    pub fn field_of(&self, adapter: &str) -> Option<String> {
+        let names = |name: &Option<String>| name.as_deref() == Some(adapter);
+        if names(&self.request.adapter) {
+            return Some("adapter".into());
+        }
+        self.request.references.iter().position(names).map(reference_field)
     }
 
     /// Generations of the resident adapters that it has leases on, each once.

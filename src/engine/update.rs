@@ -180,7 +180,7 @@ impl Updates {
                     Source::Directory(path) => Some(path.clone()),
                     _ => None,
                 };
-                Some(adapters.add(core, target, adapter, directory)?)
+                Some(adapters.add(core, target, &adapter, directory)?)
             }
             (_, Some(_)) => {
                 let error = Error::invalid("adapter", "only a LORA can stay resident");

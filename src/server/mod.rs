@@ -35,6 +35,7 @@ use tonic_health::server::HealthReporter;
 pub use encoder::{PromptEncoder, RequestTemplates};
 pub use held_pictures::HeldPictures;
 pub use listener::connection_limit;
+pub use pushes::AdaptersDir;
 pub use security::{SecurityConfig, TlsFiles};
 pub use shutdown::{ShutdownHandle, ShutdownOrders, shutdown_channel, watch_signals};
 pub use state::{ImageRules, ModelFacts, RoutingRules, ServingContext};

@@ -83,7 +83,18 @@ pub(super) async fn start<M: Send + 'static, W: Writer>(
         let ends_at = request.time_limit.and_then(|limit| arrived.checked_add(limit));
         let time_limit = ends_at.map(|at| cancel.expire_at(at));
         let flag = cancel.flag.clone();
-        let client = RequestClient { owner, arrived, cancel: flag, waits_for_resume, responder, backlog, charge };
+        let adapters_dir = context.adapters_dir.as_ref();
+        let adapter_reader = adapters_dir.map(|directory| directory.reader(&context.engine, &server.panics));
+        let client = RequestClient {
+            owner,
+            arrived,
+            cancel: flag,
+            waits_for_resume,
+            responder,
+            adapter_reader,
+            backlog,
+            charge,
+        };
         context.engine.send(Command::Generate(Box::new(GenerateCommand { request, client })))?;
         Ok(ReplyStream {
             events,

@@ -14,6 +14,7 @@ use tokio::sync::watch;
 use super::encoder::PromptEncoder;
 use super::held_pictures::HeldPictures;
 use super::pb;
+use super::pushes::AdaptersDir;
 use crate::comm::Trainers;
 use crate::engine::EngineHandle;
 use crate::error::{Error, Result};
@@ -40,6 +41,8 @@ pub struct ServingContext {
     pub parameters: Arc<Parameters>,
     /// The directory and segments that pushes may be read from.
     pub sources: Arc<Sources>,
+    /// The directory of adapters that requests may name although they are not resident.
+    pub adapters_dir: Option<Arc<AdaptersDir>>,
     /// Time without a message after which a push is ended.
     pub update_idle: Duration,
     /// Time after which an engine that has not answered `/liveness` counts as hanging.

@@ -141,7 +141,12 @@ fn fixed_entries(
     let of_tower = |bytes: fn(&TowerShape) -> u64| tower.as_ref().map_or(0, |tower| world as u64 * bytes(tower));
     let scratch = devices.of_rank(0).scratch_bytes() as u64;
     let adapters = models.iter().enumerate().map(|(rank, model)| {
-        resident_adapter_bytes(&model.decoder, &layout.build(rank), config.max_lora_rank, config.max_adapters)
+        resident_adapter_bytes(
+            &model.decoder,
+            &layout.build(rank),
+            config.adapters.max_lora_rank,
+            config.adapters.max_adapters,
+        )
     });
     let kept_experts = routing_shape(&layout.workspace(model, 0)).map_or(0, |shape| shape.kept_bytes());
     let logits = LOGITS_ROWS * model.vocab_size * size_of::<f32>();

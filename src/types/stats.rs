@@ -57,7 +57,7 @@ engine_stats! {
     waiting_samples: gauge "rollout:num_requests_waiting" = vllm,
     /// Requests whose samples run or wait.
     accepted_requests: gauge "rollout:requests_accepted",
-    /// Requests that wait for a newer policy, for Resume, or for a drain to end.
+    /// Requests that wait for a newer policy, for an adapter to be loaded, for Resume, or for a drain to end.
     held_requests: gauge "rollout:requests_held",
     /// KV blocks.
     total_blocks,
@@ -97,6 +97,12 @@ engine_stats! {
     updates: counter "rollout:weight_updates_total",
     /// Adapters that are resident, retired ones with leases included.
     adapters: gauge "rollout:adapters_resident",
+    /// Adapters loaded from --adapters-dir because requests named them.
+    adapter_loads: counter "rollout:adapter_loads_total",
+    /// Adapters that requests named and that could not be loaded.
+    adapter_load_failures: counter "rollout:adapter_load_failures_total",
+    /// Adapters that left their slots for others.
+    adapter_evictions: counter "rollout:adapter_evictions_total",
     /// Steps since the start.
     steps,
     /// Requests whose samples have all ended by themselves.

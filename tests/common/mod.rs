@@ -111,6 +111,7 @@ impl Engine {
             responder: Box::new(move |event| {
                 let _ = sender.send(event);
             }),
+            adapter_reader: None,
             backlog: Backlog::new(traffic),
             charge: traffic.charge_always(0),
         };

@@ -169,6 +169,7 @@ impl World {
             waits_for_resume: true,
             cancel: cancel.clone(),
             responder: self.responder(number, &backlog, panics_at),
+            adapter_reader: None,
             backlog: backlog.clone(),
             charge,
         };

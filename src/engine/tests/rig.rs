@@ -117,6 +117,7 @@ pub fn ask(id: &str, prompt: usize, max_tokens: u32) -> (GenerateCommand, Asked)
         waits_for_resume: true,
         cancel: cancel.clone(),
         responder: Box::new(move |event| drop(sender.send(event))),
+        adapter_reader: None,
         backlog: Backlog::new(&traffic),
         charge: traffic.charge_always(0),
     };

@@ -166,6 +166,7 @@ impl Fixture {
             waits_for_resume: true,
             cancel: cancel.clone(),
             responder: Box::new(move |event| drop(sender.send(event))),
+            adapter_reader: None,
             backlog: Backlog::new(&traffic),
             charge: traffic.charge_always(0),
         };

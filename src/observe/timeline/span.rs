@@ -10,6 +10,8 @@ pub enum Phase {
     Idle,
     /// All requests wait for a newer policy.
     WaitVersion,
+    /// All requests wait for an adapter to be loaded.
+    WaitAdapter,
     /// All requests are suspended, because their readers lag.
     WaitReaders,
     /// Nothing steps until Resume.
@@ -50,10 +52,11 @@ pub enum Phase {
 pub(super) const PHASES: usize = Phase::ALL.len();
 
 impl Phase {
-    pub const ALL: [Self; 20] = [
+    pub const ALL: [Self; 21] = [
         Self::Load,
         Self::Idle,
         Self::WaitVersion,
+        Self::WaitAdapter,
         Self::WaitReaders,
         Self::Paused,
         Self::Asleep,
@@ -79,6 +82,7 @@ impl Phase {
             Self::Load => "load",
             Self::Idle => "idle",
             Self::WaitVersion => "wait_version",
+            Self::WaitAdapter => "wait_adapter",
             Self::WaitReaders => "wait_readers",
             Self::Paused => "paused",
             Self::Asleep => "asleep",
@@ -103,7 +107,13 @@ impl Phase {
     pub fn is_waiting(self) -> bool {
         matches!(
             self,
-            Self::Idle | Self::WaitVersion | Self::WaitReaders | Self::Paused | Self::Asleep | Self::WeightsMissing
+            Self::Idle
+                | Self::WaitVersion
+                | Self::WaitAdapter
+                | Self::WaitReaders
+                | Self::Paused
+                | Self::Asleep
+                | Self::WeightsMissing
         )
     }
 

@@ -33,6 +33,7 @@ pub(super) fn open() -> (StageSetter, ServerState, Receiver<Command>) {
         traffic: Traffic::new(1 << 30),
         parameters: Arc::new(Parameters::new(Vec::new(), Dtype::F32, 1, false)),
         sources: Arc::default(),
+        adapters_dir: None,
         update_idle: Duration::from_secs(3600),
         liveness: Duration::from_secs(3600),
         trainers: Trainers::default(),

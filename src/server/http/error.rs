@@ -113,7 +113,7 @@ impl From<Error> for HttpError {
 
 /// The member of a body that became the field `path` of a protobuf message.
 fn member(path: &str) -> String {
-    let path = path.strip_prefix("sampling.").unwrap_or(path);
+    let path = path.strip_prefix("sampling.").unwrap_or(if path == "adapter" { "model" } else { path });
     let Some(rest) = path.strip_prefix("prompts") else { return path.to_owned() };
     let (index, kind) = rest.split_once(']').map_or(("", rest), |(index, kind)| (&index[1..], kind));
     if let Some(chat) = kind.strip_prefix(".chat") {
@@ -181,6 +181,7 @@ mod tests {
             ("prompts[0].chat.template_arguments_json.tools", "chat_template_kwargs.tools"),
             ("prompts[0].logprob_token_ids[3].ids[1]", "sampling_params.prompt_logprob_token_ids[3][1]"),
             ("n", "n"),
+            ("adapter", "model"),
         ] {
             assert_eq!(member(field), param, "{field}");
         }

@@ -90,17 +90,21 @@ pub(super) async fn adapters(context: &ServingContext) -> Result<Vec<AdapterStat
     Ok(adapters)
 }
 
-/// Checks that a request may name `model`.
+/// Checks that a request may name `model`: the policy, a resident adapter, or one below `--adapters-dir`.
 ///
 /// # Errors
 /// 404 with the names that there are.
 pub(super) async fn check_model(model: Option<&str>, context: &ServingContext) -> HttpResult<()> {
     let Some(name) = model.filter(|name| !context.model.is_policy(name)) else { return Ok(()) };
-    let is_adapter = adapters(context).await?.iter().any(|adapter| adapter.name == name);
+    let is_resident = adapters(context).await?.iter().any(|adapter| adapter.name == name);
+    let is_adapter = match &context.adapters_dir {
+        Some(directory) if !is_resident => directory.has(name).await,
+        _ => is_resident,
+    };
     if is_adapter { Ok(()) } else { Err(unknown_model(context, name).await) }
 }
 
-/// The error of a request that names neither the policy nor a resident adapter.
+/// The error of a request that names neither the policy nor an adapter that is resident or can be loaded.
 pub(super) async fn unknown_model(context: &ServingContext, name: &str) -> HttpError {
     let quoted = |names: &mut dyn Iterator<Item = &String>| {
         names.map(|name| format!("`{}`", shown(name, MAX_NAME_BYTES))).collect::<Vec<_>>().join(", ")
@@ -113,5 +117,6 @@ pub(super) async fn unknown_model(context: &ServingContext, name: &str) -> HttpE
         names => format!("; resident adapters: {names}"),
     };
     let name = shown(name, MAX_NAME_BYTES);
-    HttpError::no_model(&format!("The model `{name}` does not exist. This server serves {served}{resident}"))
+    let below = if context.adapters_dir.is_some() { "; --adapters-dir has no adapter of this name" } else { "" };
+    HttpError::no_model(&format!("The model `{name}` does not exist. This server serves {served}{resident}{below}"))
 }

@@ -71,6 +71,7 @@ pub fn context(engine: EngineHandle) -> ServingContext {
         traffic,
         parameters,
         sources,
+        adapters_dir: None,
         update_idle,
         liveness: update_idle,
         trainers,

@@ -45,9 +45,10 @@ pub(super) fn open(
         .weights_dir
         .as_deref()
         .ok_or_else(|| refuse("this server reads weights from no directory; start it with --weights-dir"))?;
-    let path = relative(path, weights_dir)?;
-    let root =
-        Dir::open_ambient_dir(weights_dir, ambient_authority()).map_err(|e| cannot_open_root(weights_dir, &e))?;
+    let path = relative(path, weights_dir, sources.flag)?;
+    let root = Dir::open_ambient_dir(weights_dir, ambient_authority())
+        .map_err(|e| cannot_open_root(weights_dir, sources.flag, &e))?;
+    let root = Root { root, flag: sources.flag };
     let (paths, adapter_config) = match kind {
         UpdateKind::Lora => (vec![path.join(ADAPTER)], read_text(&root, &path.join(ADAPTER_CONFIG))?),
         UpdateKind::Full => (safetensors_of(&root, &path)?, String::new()),
@@ -68,45 +69,53 @@ fn refuse(message: impl Into<String>) -> Error {
     Error::invalid(FIELD, message)
 }
 
-fn cannot_open_root(weights_dir: &Path, error: &std::io::Error) -> Error {
-    Error::Internal(format!("cannot open --weights-dir {}: {error}", weights_dir.display()))
+fn cannot_open_root(weights_dir: &Path, flag: &str, error: &std::io::Error) -> Error {
+    Error::Internal(format!("cannot open {flag} {}: {error}", weights_dir.display()))
 }
 
-/// The error for a path that cannot be opened.
-fn cannot_open(path: &Path, error: &std::io::Error) -> Error {
-    let path = path.display();
-    match error.kind() {
-        ErrorKind::NotFound => Error::NotFound(format!("{path} does not exist below --weights-dir")),
-        // cap-std refuses without an error number of the system.
-        ErrorKind::PermissionDenied if error.raw_os_error().is_none() => {
-            refuse(format!("{path} leads out of --weights-dir"))
+/// The open directory, and the flag that names it.
+struct Root {
+    root: Dir,
+    flag: &'static str,
+}
+
+impl Root {
+    /// The error for a path that cannot be opened.
+    fn cannot_open(&self, path: &Path, error: &std::io::Error) -> Error {
+        let (path, flag) = (path.display(), self.flag);
+        match error.kind() {
+            ErrorKind::NotFound => Error::NotFound(format!("{path} does not exist below {flag}")),
+            // cap-std refuses without an error number of the system.
+            ErrorKind::PermissionDenied if error.raw_os_error().is_none() => {
+                refuse(format!("{path} leads out of {flag}"))
+            }
+            _ => refuse(format!("cannot read {path}: {error}")),
         }
-        _ => refuse(format!("cannot read {path}: {error}")),
     }
 }
 
-/// The path that a push names, relative to `weights_dir`.
-fn relative(path: &str, weights_dir: &Path) -> Result<PathBuf> {
+/// The path that a push names, relative to `weights_dir`, which `flag` names.
+fn relative(path: &str, weights_dir: &Path, flag: &str) -> Result<PathBuf> {
     let given = Path::new(path);
     if path.len() > MAX_PATH_BYTES {
         return Err(refuse(format!("a path of {} bytes; they have at most {MAX_PATH_BYTES}", path.len())));
     }
     if path.is_empty() {
-        return Err(refuse("path is empty; `.` is --weights-dir itself"));
+        return Err(refuse(format!("path is empty; `.` is {flag} itself")));
     }
     if given.is_relative() {
         return Ok(given.to_path_buf());
     }
-    let canonical = weights_dir.canonicalize().map_err(|e| cannot_open_root(weights_dir, &e))?;
+    let canonical = weights_dir.canonicalize().map_err(|e| cannot_open_root(weights_dir, flag, &e))?;
     let inside = given.strip_prefix(&canonical).or_else(|_| given.strip_prefix(weights_dir));
-    inside.map(|inside| Path::new(".").join(inside)).map_err(|_| refuse(format!("{path} is outside --weights-dir")))
+    inside.map(|inside| Path::new(".").join(inside)).map_err(|_| refuse(format!("{path} is outside {flag}")))
 }
 
 /// The paths of all `*.safetensors` of a directory, in the order of their names.
-fn safetensors_of(root: &Dir, path: &Path) -> Result<Vec<PathBuf>> {
+fn safetensors_of(root: &Root, path: &Path) -> Result<Vec<PathBuf>> {
     let mut names = Vec::new();
-    for entry in root.read_dir(path).map_err(|e| cannot_open(path, &e))? {
-        let name = entry.map_err(|e| cannot_open(path, &e))?.file_name();
+    for entry in root.root.read_dir(path).map_err(|e| root.cannot_open(path, &e))? {
+        let name = entry.map_err(|e| root.cannot_open(path, &e))?.file_name();
         if Path::new(&name).extension().is_some_and(|extension| extension == "safetensors") {
             names.push(path.join(name));
         }
@@ -121,15 +130,15 @@ fn safetensors_of(root: &Dir, path: &Path) -> Result<Vec<PathBuf>> {
     Ok(names)
 }
 
-fn open_file(root: &Dir, path: &Path) -> Result<SourceFile> {
+fn open_file(root: &Root, path: &Path) -> Result<SourceFile> {
     let mut options = OpenOptions::new();
     // Opening a pipe must not wait for its other end.
     options.read(true).custom_flags(libc::O_NONBLOCK);
-    let file = root.open_with(path, &options).map_err(|e| cannot_open(path, &e))?;
+    let file = root.root.open_with(path, &options).map_err(|e| root.cannot_open(path, &e))?;
     SourceFile::new(FIELD, &path.display().to_string(), file.into_std())
 }
 
-fn read_text(root: &Dir, path: &Path) -> Result<String> {
+fn read_text(root: &Root, path: &Path) -> Result<String> {
     let file = open_file(root, path)?;
     if file.bytes() > MAX_CONFIG_BYTES {
         return Err(refuse(format!("{} has more than {MAX_CONFIG_BYTES} bytes", path.display())));

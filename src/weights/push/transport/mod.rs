@@ -29,6 +29,8 @@ use device::Allocations;
 pub struct Sources {
     /// The directory below which pushes may name directories.
     weights_dir: Option<PathBuf>,
+    /// The flag that names it.
+    flag: &'static str,
     segments: Segments,
     /// The devices in whose memory tensors may lie.
     devices: Devices,
@@ -40,7 +42,7 @@ impl Default for Sources {
     /// Nothing but segments of shared memory, without a limit on the memory for declarations.
     fn default() -> Self {
         let (weights_dir, segments, devices) = (None, Segments::default(), Devices::default());
-        Self { weights_dir, segments, devices, traffic: Traffic::new(u64::MAX) }
+        Self { weights_dir, flag: "--weights-dir", segments, devices, traffic: Traffic::new(u64::MAX) }
     }
 }
 
@@ -48,6 +50,11 @@ impl Sources {
     /// Sources with the directory below which pushes may name directories; without one they can name none.
     pub fn new(weights_dir: Option<PathBuf>) -> Self {
         Self { weights_dir, ..Self::default() }
+    }
+
+    /// Sources with a directory that another flag names.
+    pub fn of_flag(flag: &'static str, directory: PathBuf) -> Self {
+        Self { flag, ..Self::new(Some(directory)) }
     }
 
     /// The same, and devices in whose memory the tensors of pushes may lie.

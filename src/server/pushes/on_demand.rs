@@ -1,0 +1,116 @@
+//! Adapters below `--adapters-dir`, which are read when a request names one that is not resident.
+
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::time::Instant;
+
+use tokio::runtime::Handle;
+use tokio::task::spawn_blocking;
+
+use crate::engine::{AdapterReader, AdapterTarget, Command, EngineHandle, ReadAdapter};
+use crate::error::{Error, Result};
+use crate::memory::Traffic;
+use crate::server::state::Panics;
+use crate::weights::{
+    DeclaredPush, Parameters, ReceiveMode, Source, Sources, UpdateHeader, UpdateKind, VerifiedPush, WeightUpdate,
+};
+
+const FLAG: &str = "--adapters-dir";
+
+/// The directory of adapters that requests may name although they are not resident.
+#[derive(Debug)]
+pub struct AdaptersDir {
+    path: PathBuf,
+    sources: Sources,
+    parameters: Arc<Parameters>,
+    traffic: Traffic,
+}
+
+impl AdaptersDir {
+    /// The adapters below `path` for the model of these parameters. The memory for an adapter is counted in `traffic`
+    /// until it is resident.
+    pub fn new(path: PathBuf, parameters: Arc<Parameters>, traffic: Traffic) -> Self {
+        let sources = Sources::of_flag(FLAG, path.clone()).with_traffic(traffic.clone());
+        Self { path, sources, parameters, traffic }
+    }
+
+    /// Reads adapters for a request, on the blocking pool of the runtime that this is called in, and gives them to the
+    /// engine. A read that panics is counted in `panics`.
+    pub(in crate::server) fn reader(self: &Arc<Self>, engine: &EngineHandle, panics: &Panics) -> AdapterReader {
+        let (directory, engine, panics, runtime) = (self.clone(), engine.clone(), panics.clone(), Handle::current());
+        Box::new(move |name| {
+            let (directory, engine, panics, name) =
+                (directory.clone(), engine.clone(), panics.clone(), name.to_owned());
+            runtime.spawn_blocking(move || {
+                let read = panics.catch(|| directory.read(&name)).flatten();
+                // Fails only if the engine has ended.
+                let _ = engine.send_blocking(Command::AdapterRead { name, read });
+            });
+        })
+    }
+
+    /// Whether there is an adapter of this name, as far as its declarations tell.
+    pub(in crate::server) async fn has(self: &Arc<Self>, name: &str) -> bool {
+        let (directory, name) = (self.clone(), name.to_owned());
+        spawn_blocking(move || directory.open(&name).is_ok()).await.unwrap_or(false)
+    }
+
+    /// Reads and verifies an adapter.
+    ///
+    /// # Errors
+    /// `NotFound` if there is none of this name; `InvalidArgument`, `DataLoss` and `ResourceExhausted` as for a push.
+    fn read(&self, name: &str) -> Result<ReadAdapter> {
+        let started = Instant::now();
+        let declared = self.open(name)?;
+        let charge = self.traffic.charge(declared.staging().staged)?;
+        let read = declared.receive(ReceiveMode::Stage).and_then(|receiving| receiving.finish());
+        let VerifiedPush { update: WeightUpdate::Lora(adapter), bytes, .. } = read.map_err(of_adapter)? else {
+            return Err(Error::Internal("a LORA push brings an adapter".into()));
+        };
+        tracing::debug!(adapter = name, bytes, ms = started.elapsed().as_millis() as u64, "adapter read");
+        Ok(ReadAdapter { adapter, directory: self.path.join(name).display().to_string(), charge })
+    }
+
+    /// Opens the files of an adapter and checks their declarations.
+    fn open(&self, name: &str) -> Result<DeclaredPush> {
+        if !is_below(name) {
+            return Err(Error::NotFound(format!("it is no path below {FLAG}")));
+        }
+        let adapter = AdapterTarget { name: name.into(), expected_generation: None, evicts: false };
+        let header = UpdateHeader {
+            adapter: Some(adapter),
+            source: Source::Directory(name.into()),
+            ..UpdateHeader::new(UpdateKind::Lora)
+        };
+        DeclaredPush::open(Arc::new(header), Vec::new(), self.parameters.clone(), &self.sources).map_err(of_adapter)
+    }
+}
+
+/// Whether a name is a relative path of which each part is the name of a file, so that no two names mean one directory.
+fn is_below(name: &str) -> bool {
+    name.split('/').all(|part| !["", ".", ".."].contains(&part)) && !name.contains('\0')
+}
+
+/// The error of a push from a directory, as that of the field `adapter`.
+fn of_adapter(error: Error) -> Error {
+    match error {
+        Error::InvalidArgument { field, message } if field == "source.directory" => Error::invalid("adapter", message),
+        Error::InvalidArgument { field, message } => Error::invalid("adapter", format!("{field}: {message}")),
+        error => error,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_name_is_a_path_below_the_directory() {
+        for name in ["a", "team/a", "a b", "..a", "a.", "é", "-"] {
+            assert!(is_below(name), "{name}");
+        }
+        for name in ["", ".", "..", "/a", "a/", "a//b", "./a", "a/./b", "../a", "a/..", "a/../../b", "a\0b"] {
+            assert!(!is_below(name), "{name:?}");
+        }
+    }
+}
