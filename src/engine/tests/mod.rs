@@ -1,6 +1,7 @@
 //! Tests of the engine without a model. `serving` runs it on its own thread, and the others step it with a
 //! [`rig::Rig`].
 
+mod adapter_loads;
 mod adapters;
 mod backpressure;
 mod checksums;
