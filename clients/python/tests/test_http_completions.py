@@ -38,7 +38,6 @@ OTHER_STATUS = {
     "temperature-2.5": "any temperature is taken",
     "temperature-0-n2": "a greedy group is a group of equal samples",
     "n-null": "null is the default everywhere",
-    "logprobs-true": "a number is wanted",
     "guided_regex": "vLLM drops it in silence, and the sample is unconstrained",
     "beam": "not supported, and not dropped in silence",
     "prompt-whole-floats": "an id is an integer",

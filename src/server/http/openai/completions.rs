@@ -9,7 +9,7 @@ use serde_json::value::RawValue;
 use utoipa::ToSchema;
 
 use super::answers::{Chunks, Null, Report, RequestMetrics, StopReason, Usage, VersionSpan, finish_reason};
-use super::logprobs::{Logprobs, LogprobsWriter, PromptLogprobs, most_likely};
+use super::logprobs::{Logprobs, LogprobsCount, LogprobsWriter, PromptLogprobs, most_likely};
 use super::prompt::{PromptInput, Prompts};
 use super::request_id;
 use super::returned::Returned;
@@ -33,8 +33,10 @@ members! {
         prompt: Prompts,
         /// Most tokens of a sample (default: 16).
         max_tokens: u32,
-        /// Report log-probabilities, with those of this many most likely tokens; -1 is all.
-        logprobs: i32,
+        /// Report log-probabilities, with those of this many most likely tokens; -1 is all, true is 1, and false reports
+        /// none.
+        #[schema(value_type = Option<i32>)]
+        logprobs: LogprobsCount,
         /// Whether the text begins with the prompt (default: false).
         echo: bool,
         /// Whether the tokenizer adds its special tokens to a text (default: true).
@@ -86,7 +88,7 @@ fn message(
 ) -> Result<(pb::GenerateRequest, CompletionOptions)> {
     let CompletionRequest { mut sampling, logprobs, max_tokens, add_special_tokens, .. } = body;
     sampling.request_id = id.or(sampling.request_id);
-    let logprobs = most_likely("logprobs", logprobs, &context.model)?;
+    let logprobs = most_likely("logprobs", logprobs.and_then(|count| count.0), &context.model)?;
     let report = Report::new(&sampling, logprobs, context)?;
     if body.echo == Some(true) && sampling.logprob_token_ids.as_ref().is_some_and(|ids| !ids.is_empty()) {
         return Err(Error::invalid("logprob_token_ids", "cannot be combined with echo, whose tokens are not sampled"));

@@ -1,8 +1,10 @@
 //! Log-probabilities as OpenAI and vLLM write them.
 
+use std::fmt;
 use std::sync::Arc;
 
-use serde::{Serialize, Serializer};
+use serde::de::{self, Unexpected, Visitor};
+use serde::{Deserialize, Deserializer, Serialize, Serializer};
 use utoipa::ToSchema;
 
 use super::sampling::LogprobsMode;
@@ -33,6 +35,41 @@ pub(in crate::server::http) fn chosen(token: &TokenLogprobs, mode: LogprobsMode)
     match mode {
         LogprobsMode::Processed => token.processed,
         LogprobsMode::Raw => token.raw,
+    }
+}
+
+/// The `logprobs` of a completion: a number, or as vLLM takes it too, true for 1. Clients that also speak to chats send
+/// false for none.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub(super) struct LogprobsCount(pub(super) Option<i32>);
+
+impl<'de> Deserialize<'de> for LogprobsCount {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> std::result::Result<Self, D::Error> {
+        deserializer.deserialize_any(LogprobsCountVisitor)
+    }
+}
+
+struct LogprobsCountVisitor;
+
+impl Visitor<'_> for LogprobsCountVisitor {
+    type Value = LogprobsCount;
+
+    fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("i32, true or false")
+    }
+
+    fn visit_bool<E: de::Error>(self, is_reported: bool) -> std::result::Result<LogprobsCount, E> {
+        Ok(LogprobsCount(is_reported.then_some(1)))
+    }
+
+    fn visit_i64<E: de::Error>(self, count: i64) -> std::result::Result<LogprobsCount, E> {
+        let count = i32::try_from(count).map_err(|_| E::invalid_value(Unexpected::Signed(count), &self))?;
+        Ok(LogprobsCount(Some(count)))
+    }
+
+    fn visit_u64<E: de::Error>(self, count: u64) -> std::result::Result<LogprobsCount, E> {
+        let count = i32::try_from(count).map_err(|_| E::invalid_value(Unexpected::Unsigned(count), &self))?;
+        Ok(LogprobsCount(Some(count)))
     }
 }
 
