@@ -17,7 +17,7 @@ from models import read_model
 from rollout_client import SamplingParams, ServerProcess
 from serving import PUSH_MODEL, SMALL_CACHE
 
-WAITING = {"idle", "wait_version", "wait_readers", "paused", "asleep", "weights_missing"}
+WAITING = {"idle", "wait_version", "wait_adapter", "wait_readers", "paused", "asleep", "weights_missing"}
 
 
 def http(process, path):

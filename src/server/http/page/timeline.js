@@ -13,6 +13,7 @@ const PHASES = {
   mixed: { label: "Prefill and decode", works: true },
   idle: { label: "No requests", why: "no requests" },
   wait_version: { label: "Waits for a newer policy", why: "requests wait for a newer policy" },
+  wait_adapter: { label: "Waits for an adapter", why: "requests wait for an adapter to be loaded" },
   wait_readers: { label: "Waits for readers", why: "readers lag behind" },
   paused: { label: "Paused", why: "paused" },
   asleep: { label: "Asleep", why: "asleep" },

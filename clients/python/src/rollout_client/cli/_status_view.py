@@ -52,6 +52,7 @@ _MARKS = {
     "brief": _Mark("░", "B", "green"),
     "idle": _Mark("·", ".", "dim"),
     "wait_version": _Mark("w", "w", "yellow"),
+    "wait_adapter": _Mark("a", "a", "yellow"),
     "wait_readers": _Mark("r", "r", "yellow"),
     "paused": _Mark("=", "=", "yellow"),
     "asleep": _Mark("z", "z", "magenta"),
