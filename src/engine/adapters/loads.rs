@@ -43,7 +43,7 @@ pub(in crate::engine) struct LoadCounts {
     pub evicted: u64,
 }
 
-/// What the load under way waits for.
+/// The state of the load under way.
 pub(in crate::engine) enum Waits {
     /// Its files, or a slot.
     Still,
