@@ -131,6 +131,7 @@ def test_64_names_share_8_slots_without_an_error(served):
     seed = random.randrange(2**32)
     print(f"seed {seed}")
     dice, names = random.Random(seed), sorted(served.adapters)
+    counts = [served.count(what) for what in ("loads", "evictions")]
     # One after the other, each name alone.
     expected = {name: [served.sample(name, PROMPT[i:]) for i in range(2)] for name in names}
     assert len({str(found) for found in expected.values()}) == NAMES
@@ -153,7 +154,10 @@ def test_64_names_share_8_slots_without_an_error(served):
         for done in [pool.submit(run, mine) for mine in turns]:
             done.result()
     assert served.count("load_failures") == 0 and len(served.resident()) <= SLOTS
-    assert served.count("loads") - served.count("evictions") <= SLOTS
+    loads, evictions = (
+        served.count(what) - before for what, before in zip(("loads", "evictions"), counts, strict=True)
+    )
+    assert loads >= NAMES and loads - evictions == len(served.resident())
 
 
 def test_a_request_waits_for_a_slot(served):
