@@ -12,7 +12,6 @@ use crate::executor::{Executor, WeightOrder};
 use crate::weights::Adapter;
 use loads::{Load, LoadCounts};
 
-pub use loads::ReadAdapter;
 pub(super) use loads::Waits;
 
 /// The resident adapters of all ranks. Each accepted request that uses an adapter holds a lease on it.

@@ -3,14 +3,13 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use super::adapters::ReadAdapter;
 use super::client::{Activity, CancelFlag};
 use super::request::{GenerateCommand, RequestList};
 use crate::error::{Error, Result};
-use crate::memory::MemoryReport;
+use crate::memory::{Charge, MemoryReport};
 use crate::types::{EngineStats, Owner, WeightVersion};
+use crate::weights::{Adapter, ReceiveMode, StagingBytes, Tensors, UpdateHeader, WeightUpdate};
 pub use crate::weights::{AdapterTarget, RunningPolicy};
-use crate::weights::{ReceiveMode, StagingBytes, Tensors, UpdateHeader, WeightUpdate};
 
 /// Takes the answer to a command.
 pub type Reply<T> = Box<dyn FnOnce(T) + Send>;
@@ -261,6 +260,16 @@ pub struct AdapterStatus {
     pub last_use: u64,
     /// Whether it was replaced or removed. A retired adapter is dropped with its last lease.
     pub retired: bool,
+}
+
+/// An adapter that the server has read for requests that name it.
+#[derive(Debug)]
+pub struct ReadAdapter {
+    pub adapter: Arc<Adapter>,
+    /// The directory that it was read from.
+    pub directory: String,
+    /// Covers the memory for it until it is resident.
+    pub charge: Charge,
 }
 
 /// The requests that an abort ends.

@@ -17,9 +17,9 @@
 //!
 //! A request is *accepted* once the scheduler has it. Until then it may be *held*: while the server is paused, while a
 //! *drain* (a pause, a sleep or an update) waits for the accepted requests to end, while the policy is older than the
-//! request asks for, and while an adapter that it names is loaded. Held requests keep the order of their arrival and count against the queue's limit. Their
-//! versions and adapters are checked when they are accepted. While the server is asleep or its weights are missing, new
-//! requests are rejected.
+//! request asks for, and while an adapter that it names is loaded. Held requests keep the order of their arrival and
+//! count against the queue's limit. Their versions and adapters are checked when they are accepted. While the server is
+//! asleep or its weights are missing, new requests are rejected.
 //!
 //! # Changes of the weights
 //!
@@ -49,6 +49,7 @@ mod request_state;
 mod requests;
 mod rescoring;
 mod sleep;
+mod status;
 mod step;
 mod telemetry;
 #[cfg(test)]
@@ -60,7 +61,6 @@ use std::sync::Arc;
 use std::sync::mpsc::{Receiver, RecvTimeoutError};
 use std::time::{Duration, Instant};
 
-pub use adapters::ReadAdapter;
 pub use client::{Activity, BusyGuard, CancelFlag};
 pub use command::*;
 pub use request::{
@@ -72,10 +72,8 @@ pub use self::core::Setup;
 use self::core::{AwakeBytes, Ending, EngineCore, answer, shutting_down};
 use crate::error::{Error, Result};
 use crate::executor::Executor;
-use crate::observe::Phase;
 use crate::scheduler::Scheduler;
 use crate::text::Tokenizer;
-use crate::types::{EngineStats, WeightVersion};
 use adapters::Adapters;
 use admission::{Admission, suspend_laggards};
 use checksum::Checksums;
@@ -244,10 +242,11 @@ impl<X: Executor> Engine<X> {
             self.abort_all();
         }
         self.settle_drains()?;
-        // A slot that is free now may be what a held request waits for.
+        // A held request may wait for a slot.
         self.adapters.drop_unused(&mut self.core)?;
-        if !self.is_holding() {
-            self.admission.accept_held(&mut self.core, &mut self.adapters)?;
+        match self.is_holding() {
+            true => self.adapters.drop_unwanted(self.admission.num_held()),
+            false => self.admission.accept_held(&mut self.core, &mut self.adapters)?,
         }
         let accepted = self.core.requests.len();
         suspend_laggards(&mut self.core);
@@ -444,54 +443,6 @@ impl<X: Executor> Engine<X> {
             }
         }
         Ok(())
-    }
-
-    /// Version of the serving policy.
-    pub fn weight_version(&self) -> WeightVersion {
-        self.core.policy.version()
-    }
-
-    /// Status between two steps, the reply to [`Command::Status`].
-    pub fn status(&self) -> EngineStatus {
-        let core = &self.core;
-        EngineStatus {
-            lifecycle: core.lifecycle(),
-            memory: core.budget.report().clone(),
-            host_memory: core.budget.host_report().cloned(),
-            traffic_bytes: core.traffic.used(),
-            update: self.updates.opened().map(|open| open.status(core.clock.now())),
-            stats: self.stats(),
-            tokens_per_second: self.steps.tokens_per_second(),
-        }
-    }
-
-    fn stats(&self) -> EngineStats {
-        let stats = self.core.stats + self.core.scheduler.stats();
-        EngineStats {
-            accepted_requests: self.core.requests.len() as u64,
-            held_requests: self.admission.num_held() as u64,
-            generated_tokens: stats.generated_tokens - stats.dropped_tokens,
-            weight_version: self.core.policy.version(),
-            updates: self.updates.applied(),
-            adapters: self.adapters.num_resident() as u64,
-            adapter_loads: self.adapters.load_counts().loaded,
-            adapter_load_failures: self.adapters.load_counts().failed,
-            adapter_evictions: self.adapters.load_counts().evicted,
-            ..stats
-        }
-    }
-
-    /// The phase that says why nothing steps.
-    fn waiting_phase(&self) -> Phase {
-        match self.core.state {
-            State::Paused => Phase::Paused,
-            State::Asleep(_) => Phase::Asleep,
-            State::WeightsMissing { .. } => Phase::WeightsMissing,
-            State::Running if !self.core.requests.is_empty() => Phase::WaitReaders,
-            State::Running if self.adapters.is_loading() => Phase::WaitAdapter,
-            State::Running if self.admission.num_held() > 0 => Phase::WaitVersion,
-            State::Running => Phase::Idle,
-        }
     }
 
     /// Asserts every invariant that must hold between two turns. It walks all requests and blocks.

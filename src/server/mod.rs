@@ -1,6 +1,7 @@
 //! The edge of the process, where tokio and tonic end: a request is parsed into valid types, goes to the engine as one
 //! command, and is answered with messages made of the engine's events. The server owns no serving state.
 
+mod adapters_dir;
 mod calls;
 mod convert;
 mod encoder;
@@ -32,10 +33,10 @@ use tonic_health::ServingStatus;
 use tonic_health::pb::health_server::{Health, HealthServer};
 use tonic_health::server::HealthReporter;
 
+pub use adapters_dir::AdaptersDir;
 pub use encoder::{PromptEncoder, RequestTemplates};
 pub use held_pictures::HeldPictures;
 pub use listener::connection_limit;
-pub use pushes::AdaptersDir;
 pub use security::{SecurityConfig, TlsFiles};
 pub use shutdown::{ShutdownHandle, ShutdownOrders, shutdown_channel, watch_signals};
 pub use state::{ImageRules, ModelFacts, RoutingRules, ServingContext};

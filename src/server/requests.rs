@@ -3,11 +3,13 @@
 use std::collections::VecDeque;
 use std::time::Instant;
 
+use tokio::runtime::Handle;
+
 use super::calls::{CancelOnDrop, Deadline};
 use super::pb;
 use super::replies::{ReplyStream, Writer, event_channel};
-use super::state::{ModelFacts, ServerState};
-use crate::engine::{Command, GenerateCommand, RequestClient, ValidRequest};
+use super::state::{ModelFacts, ServerState, ServingContext};
+use crate::engine::{AdapterReader, Command, GenerateCommand, RequestClient, ValidRequest};
 use crate::error::{Error, Result};
 use crate::memory::Charge;
 use crate::types::Owner;
@@ -83,8 +85,7 @@ pub(super) async fn start<M: Send + 'static, W: Writer>(
         let ends_at = request.time_limit.and_then(|limit| arrived.checked_add(limit));
         let time_limit = ends_at.map(|at| cancel.expire_at(at));
         let flag = cancel.flag.clone();
-        let adapters_dir = context.adapters_dir.as_ref();
-        let adapter_reader = adapters_dir.map(|directory| directory.reader(&context.engine, &server.panics));
+        let adapter_reader = adapter_reader(server, &context);
         let client = RequestClient {
             owner,
             arrived,
@@ -111,6 +112,20 @@ pub(super) async fn start<M: Send + 'static, W: Writer>(
     };
     let started: Result<_> = start.await;
     started.inspect_err(|error| server.observer.metrics.request_failed(error))
+}
+
+/// Reads adapters for a request on the blocking pool, and gives them to the engine; `None` without `--adapters-dir`.
+fn adapter_reader(server: &ServerState, context: &ServingContext) -> Option<AdapterReader> {
+    let (directory, runtime) = (context.adapters_dir.clone()?, Handle::current());
+    let (engine, panics) = (context.engine.clone(), server.panics.clone());
+    Some(Box::new(move |name| {
+        let (directory, engine, panics, name) = (directory.clone(), engine.clone(), panics.clone(), name.to_owned());
+        runtime.spawn_blocking(move || {
+            let read = panics.catch(|| directory.read(&name)).flatten();
+            // Fails only if the engine has ended.
+            let _ = engine.send_blocking(Command::AdapterRead { name, read });
+        });
+    }))
 }
 
 /// The result of parsing a request, on the blocking pool if that takes long.

@@ -11,10 +11,10 @@ use std::time::Duration;
 use bytes::Bytes;
 use tokio::sync::watch;
 
+use super::adapters_dir::AdaptersDir;
 use super::encoder::PromptEncoder;
 use super::held_pictures::HeldPictures;
 use super::pb;
-use super::pushes::AdaptersDir;
 use crate::comm::Trainers;
 use crate::engine::EngineHandle;
 use crate::error::{Error, Result};

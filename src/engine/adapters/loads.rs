@@ -6,26 +6,13 @@
 //! way leave their slots for others: they can be read again.
 
 use std::collections::BTreeSet;
-use std::sync::Arc;
 
 use super::{Adapters, Origin};
-use crate::engine::command::AdapterStatus;
+use crate::engine::command::{AdapterStatus, ReadAdapter};
 use crate::engine::core::{EngineCore, Failure};
 use crate::engine::request_state::RequestState;
 use crate::error::{Error, Result};
 use crate::executor::Executor;
-use crate::memory::Charge;
-use crate::weights::Adapter;
-
-/// An adapter that the server has read for requests that name it.
-#[derive(Debug)]
-pub struct ReadAdapter {
-    pub adapter: Arc<Adapter>,
-    /// The directory that it was read from.
-    pub directory: String,
-    /// Covers the memory for it until it is resident.
-    pub charge: Charge,
-}
 
 /// The load under way.
 pub(super) struct Load {
@@ -110,6 +97,11 @@ impl Adapters {
                 Some(error)
             }
         }
+    }
+
+    /// Drops an adapter that was read while nothing steps, if no request is held that may wait for it.
+    pub fn drop_unwanted(&mut self, held: usize) {
+        self.load.take_if(|load| held == 0 && load.read.is_some());
     }
 
     /// Gives the adapter that was read a slot, if there is one. `first` is the oldest request that lacks an adapter,

@@ -1,7 +1,7 @@
 //! Adapters that requests name before they are resident: loads, waits for slots, failures.
 
 use std::cell::RefCell;
-use std::sync::Mutex;
+use std::sync::mpsc::{Receiver, Sender, channel};
 
 use super::rig::*;
 use crate::engine::*;
@@ -10,8 +10,14 @@ use crate::types::FinishReason;
 use crate::weights::{UpdateHeader, UpdateKind};
 
 /// The names that the engine has asked a reader for, in order.
-#[derive(Clone, Default)]
-struct Reader(Arc<Mutex<Vec<String>>>);
+struct Reader(Sender<String>, Receiver<String>);
+
+impl Default for Reader {
+    fn default() -> Self {
+        let (names, asked) = channel();
+        Self(names, asked)
+    }
+}
 
 impl Reader {
     /// A request for `max_tokens` tokens with this adapter, of a server that reads adapters.
@@ -19,13 +25,13 @@ impl Reader {
         let (mut command, asked) = ask(id, 3, max_tokens);
         command.request.adapter = Some(adapter.into());
         let names = self.0.clone();
-        command.client.adapter_reader = Some(Box::new(move |name| names.lock().unwrap().push(name.into())));
+        command.client.adapter_reader = Some(Box::new(move |name| names.send(name.into()).unwrap()));
         (command, asked)
     }
 
     /// The names since the last call.
     fn asked(&self) -> Vec<String> {
-        std::mem::take(&mut self.0.lock().unwrap())
+        self.1.try_iter().collect()
     }
 }
 

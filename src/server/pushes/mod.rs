@@ -1,9 +1,8 @@
 //! Pushes of weights over gRPC and HTTP: one transaction each, which the engine applies between two steps or not at
-//! all. Adapters that requests name are read here too.
+//! all.
 
 mod adapters;
 mod checkpoints;
-mod on_demand;
 mod thread;
 
 use std::sync::Arc;
@@ -11,7 +10,6 @@ use std::time::Instant;
 
 pub(super) use adapters::{load_adapter, load_modules};
 pub(super) use checkpoints::load_checkpoint;
-pub use on_demand::AdaptersDir;
 pub(super) use thread::{PushThread, StagedUpdate};
 
 use super::calls::{CancelOnDrop, ask_blocking, reply_channel};

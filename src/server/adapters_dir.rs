@@ -4,13 +4,11 @@ use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Instant;
 
-use tokio::runtime::Handle;
 use tokio::task::spawn_blocking;
 
-use crate::engine::{AdapterReader, AdapterTarget, Command, EngineHandle, ReadAdapter};
+use crate::engine::{AdapterTarget, ReadAdapter};
 use crate::error::{Error, Result};
 use crate::memory::Traffic;
-use crate::server::state::Panics;
 use crate::weights::{
     DeclaredPush, Parameters, ReceiveMode, Source, Sources, UpdateHeader, UpdateKind, VerifiedPush, WeightUpdate,
 };
@@ -34,23 +32,8 @@ impl AdaptersDir {
         Self { path, sources, parameters, traffic }
     }
 
-    /// Reads adapters for a request, on the blocking pool of the runtime that this is called in, and gives them to the
-    /// engine. A read that panics is counted in `panics`.
-    pub(in crate::server) fn reader(self: &Arc<Self>, engine: &EngineHandle, panics: &Panics) -> AdapterReader {
-        let (directory, engine, panics, runtime) = (self.clone(), engine.clone(), panics.clone(), Handle::current());
-        Box::new(move |name| {
-            let (directory, engine, panics, name) =
-                (directory.clone(), engine.clone(), panics.clone(), name.to_owned());
-            runtime.spawn_blocking(move || {
-                let read = panics.catch(|| directory.read(&name)).flatten();
-                // Fails only if the engine has ended.
-                let _ = engine.send_blocking(Command::AdapterRead { name, read });
-            });
-        })
-    }
-
     /// Whether there is an adapter of this name, as far as its declarations tell.
-    pub(in crate::server) async fn has(self: &Arc<Self>, name: &str) -> bool {
+    pub(super) async fn has(self: &Arc<Self>, name: &str) -> bool {
         let (directory, name) = (self.clone(), name.to_owned());
         spawn_blocking(move || directory.open(&name).is_ok()).await.unwrap_or(false)
     }
@@ -59,7 +42,7 @@ impl AdaptersDir {
     ///
     /// # Errors
     /// `NotFound` if there is none of this name; `InvalidArgument`, `DataLoss` and `ResourceExhausted` as for a push.
-    fn read(&self, name: &str) -> Result<ReadAdapter> {
+    pub(super) fn read(&self, name: &str) -> Result<ReadAdapter> {
         let started = Instant::now();
         let declared = self.open(name)?;
         let charge = self.traffic.charge(declared.staging().staged)?;
