@@ -1,7 +1,7 @@
 //! The book of a run: the device, what clients know of the policies, and what has happened since the world last looked.
 //! The executor and the closures that take answers and events write into it.
 
-use std::collections::{HashMap, HashSet};
+use std::collections::{HashMap, HashSet, VecDeque};
 use std::sync::Arc;
 
 use rollout_server::engine::{
@@ -9,7 +9,7 @@ use rollout_server::engine::{
 };
 use rollout_server::error::Result;
 use rollout_server::types::WeightVersion;
-use rollout_server::weights::UpdateKind;
+use rollout_server::weights::{Adapter, UpdateKind};
 
 use super::catalog::{Catalog, ContentId, PARAMETERS};
 use super::executor::Device;
@@ -76,6 +76,8 @@ pub struct Book {
     pub is_drained: bool,
     /// Whether a Sleep or Pause may have kept requests.
     keeps_requests: bool,
+    /// Names of adapters that the engine has asked to be read.
+    pub reads: VecDeque<usize>,
     /// What has gone wrong where a panic would be caught.
     pub violations: Vec<String>,
 }
@@ -94,7 +96,19 @@ impl Book {
             adapters: HashMap::new(),
         };
         let (notes, faults, violations) = (Vec::new(), Tally::default(), Vec::new());
-        Self { catalog, device, known, notes, faults, steps: 0, is_drained: false, keeps_requests: false, violations }
+        let (steps, reads) = (0, VecDeque::new());
+        Self {
+            catalog,
+            device,
+            known,
+            notes,
+            faults,
+            steps,
+            is_drained: false,
+            keeps_requests: false,
+            reads,
+            violations,
+        }
     }
 
     /// A step begins: what runs must be what clients know to serve.
@@ -158,6 +172,14 @@ impl Book {
             RunningPolicy::Recompute if !reply.pending => self.device.note_fresh(),
             RunningPolicy::Wait => self.device.note_drained(),
             _ => {}
+        }
+    }
+
+    /// An adapter becomes resident. If it was read because a request names it, its push is not answered to a client.
+    pub fn note_added(&mut self, generation: u64, adapter: &Arc<Adapter>) {
+        let content = self.catalog.adapter_id(adapter);
+        if let Some(name) = self.catalog.name_of(content) {
+            self.known.adapters.insert(generation, (name, content));
         }
     }
 

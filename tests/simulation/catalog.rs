@@ -17,6 +17,10 @@ pub const PARAMETER_BYTES: u64 = 60;
 /// Names one content. 0 is the checkpoint's, or no adapter.
 pub type ContentId = u32;
 
+/// Number of the adapters that trainers push. Those behind them are read when a request names them, each under the
+/// name that has its number among these.
+pub const PUSHED_ADAPTERS: usize = 4;
+
 /// An adapter, and which parameters it touches.
 pub struct PushedAdapter {
     pub adapter: Arc<Adapter>,
@@ -42,7 +46,9 @@ impl Catalog {
     pub fn new() -> Self {
         let specs = NAMES.map(|name| ParamSpec::new(name, SHAPE.to_vec(), ShardRule::Replicated));
         let parameters = Arc::new(Parameters::new(specs.into(), Dtype::F32, 1, false));
-        let adapters = [&[0][..], &[1], &[0, 1], &[0, 1]].into_iter().enumerate().map(|(i, layers)| {
+        let read = [&[0, 1][..], &[0], &[1]];
+        let adapters = [&[0][..], &[1], &[0, 1], &[0, 1]].into_iter().chain(read);
+        let adapters = adapters.enumerate().map(|(i, layers)| {
             let touches = std::array::from_fn(|p| layers.contains(&p));
             PushedAdapter { adapter: adapter(&parameters, layers, 1 + i % 3), touches }
         });
@@ -55,6 +61,21 @@ impl Catalog {
     pub fn adapter_id(&self, adapter: &Arc<Adapter>) -> ContentId {
         let place = self.adapters.iter().position(|pushed| Arc::ptr_eq(&pushed.adapter, adapter));
         place.map_or(0, |place| place as ContentId + 1)
+    }
+
+    /// An adapter that trainers push; `None` for the number of none.
+    pub fn pushed(&self, index: usize) -> Option<&Arc<Adapter>> {
+        self.adapters[..PUSHED_ADAPTERS].get(index).map(|pushed| &pushed.adapter)
+    }
+
+    /// The adapter that is read under this name.
+    pub fn read(&self, name: usize) -> &Arc<Adapter> {
+        &self.adapters[PUSHED_ADAPTERS + name].adapter
+    }
+
+    /// The name under which an adapter is read, if it is.
+    pub fn name_of(&self, adapter: ContentId) -> Option<usize> {
+        (adapter as usize).checked_sub(PUSHED_ADAPTERS + 1)
     }
 
     pub fn touches(&self, adapter: ContentId, parameter: usize) -> bool {

@@ -5,11 +5,11 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use rollout_server::engine::{
-    AbortReply, AbortTarget, AdapterStatus, CancelFlag, ChecksumReply, Command, DrainMode, EngineStatus, Event,
-    GenerateCommand, LifecycleStatus, RequestClient, RequestKind, RequestList, SleepLevel, SleepReply, UpdateStatus,
-    ValidRequest, WakeTags,
+    AbortReply, AbortTarget, AdapterReader, AdapterStatus, CancelFlag, ChecksumReply, Command, DrainMode, EngineStatus,
+    Event, GenerateCommand, LifecycleStatus, ReadAdapter, RequestClient, RequestKind, RequestList, SleepLevel,
+    SleepReply, UpdateStatus, ValidRequest, WakeTags,
 };
-use rollout_server::error::Result;
+use rollout_server::error::{Error, Result};
 use rollout_server::memory::Backlog;
 use rollout_server::types::{Owner, Prompt, SamplingParams, TokenId};
 
@@ -169,7 +169,7 @@ impl World {
             waits_for_resume: true,
             cancel: cancel.clone(),
             responder: self.responder(number, &backlog, panics_at),
-            adapter_reader: None,
+            adapter_reader: self.habits.reads_adapters.then(|| self.adapter_reader()),
             backlog: backlog.clone(),
             charge,
         };
@@ -191,6 +191,30 @@ impl World {
         self.live.push(number);
         if is_slow {
             self.count(Fault::SlowReader);
+        }
+    }
+
+    fn adapter_reader(&self) -> AdapterReader {
+        let book = self.book.clone();
+        Box::new(move |name| book.lock().unwrap().reads.push_back(name.parse().expect("names are numbers")))
+    }
+
+    /// The server has read an adapter, or could not.
+    pub fn answer_reads(&mut self) {
+        let wanted = self.book.lock().unwrap().reads.front().copied();
+        let Some(name) = wanted.filter(|_| self.dice.one_in(4)) else { return };
+        let fails = self.dice.one_in(self.habits.faults);
+        let read = match fails {
+            true => Err(Error::NotFound("there are no such files".into())),
+            false => Ok(ReadAdapter {
+                adapter: self.catalog.read(name).clone(),
+                directory: name.to_string(),
+                charge: self.traffic.charge_always(100),
+            }),
+        };
+        if self.send(Command::AdapterRead { name: name.to_string(), read }) {
+            self.book.lock().unwrap().reads.pop_front();
+            fails.then(|| self.count(Fault::ReadFails));
         }
     }
 

@@ -356,7 +356,11 @@ impl Executor for Simulated {
                 return refused;
             }
         }
-        let device = &mut self.book.lock().unwrap().device;
+        let book = &mut *self.book.lock().unwrap();
+        if let WeightOrder::AddAdapter { generation, adapter } = &order {
+            book.note_added(*generation, adapter);
+        }
+        let device = &mut book.device;
         assert!(!is_policy || *device.awake(MemoryKind::Weights), "{order:?} while the weights are asleep");
         device.write(order);
         Ok(())

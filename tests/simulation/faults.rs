@@ -28,6 +28,8 @@ pub enum Fault {
     DamageMet,
     /// A rank fails, and ends the engine.
     RankDies,
+    /// The adapter that a request names cannot be read.
+    ReadFails,
     /// A step takes seconds to minutes.
     SlowStep,
     /// The code that takes a request's events panics.
@@ -49,7 +51,7 @@ pub enum Fault {
 }
 
 impl Fault {
-    pub const ALL: [Self; 22] = [
+    pub const ALL: [Self; 23] = [
         Self::ClientVanishes,
         Self::DeadlinePasses,
         Self::SlowReader,
@@ -63,6 +65,7 @@ impl Fault {
         Self::DamageFound,
         Self::DamageMet,
         Self::RankDies,
+        Self::ReadFails,
         Self::SlowStep,
         Self::ResponderPanics,
         Self::RowPanics,

@@ -10,7 +10,7 @@ use rollout_server::error::Result;
 use rollout_server::weights::{ReceiveMode, StagingBytes, Tensors, UpdateHeader, UpdateKind, WeightUpdate};
 
 use super::book::{Note, PushFacts};
-use super::catalog::PARAMETERS;
+use super::catalog::{PARAMETERS, PUSHED_ADAPTERS};
 use super::faults::Fault;
 use super::world::World;
 
@@ -118,8 +118,8 @@ impl World {
         match kind {
             UpdateKind::Lora => {
                 // The last one merges nothing: the base alone.
-                let index = self.dice.below(self.catalog.adapters.len() + usize::from(!is_resident));
-                let content = self.catalog.adapters.get(index).map_or(0, |_| index as u32 + 1);
+                let index = self.dice.below(PUSHED_ADAPTERS + usize::from(!is_resident));
+                let content = self.catalog.pushed(index).map_or(0, |_| index as u32 + 1);
                 (index, content, [false; PARAMETERS])
             }
             UpdateKind::Full => {
@@ -228,7 +228,7 @@ impl World {
         let Progress::Open { mode, .. } = std::mem::replace(&mut push.progress, Progress::Committed) else { return };
         let content = match push.facts.kind {
             UpdateKind::Lora => {
-                let adapter = self.catalog.adapters.get(push.index).map(|pushed| pushed.adapter.clone());
+                let adapter = self.catalog.pushed(push.index).cloned();
                 WeightUpdate::Lora(adapter.unwrap_or_default())
             }
             UpdateKind::Delta => WeightUpdate::Delta(self.catalog.deltas[push.index].0.clone()),

@@ -43,6 +43,8 @@ pub struct Habits {
     pub faults: usize,
     pub has_slow_readers: bool,
     pub names: usize,
+    /// Whether the server reads adapters that requests name.
+    pub reads_adapters: bool,
 }
 
 impl Habits {
@@ -58,6 +60,7 @@ impl Habits {
             faults: dice.pick(&[3, 12, 1000]),
             has_slow_readers: dice.coin(),
             names: dice.between(1, 3),
+            reads_adapters: dice.coin(),
         }
     }
 }
@@ -199,6 +202,7 @@ impl World {
         self.clock.advance(Duration::from_micros(300));
         self.expire();
         self.read_events();
+        self.answer_reads();
         if self.state != Turn::Again && self.queued == 0 && self.handle.is_none() {
             return self.bury(Ok(()));
         }
@@ -269,7 +273,8 @@ impl World {
     }
 
     fn is_at_rest(&self) -> bool {
-        self.queued == 0 && self.state == Turn::Wait && self.live.is_empty() && self.calls.num_open() == 0
+        let reads = self.book.lock().unwrap().reads.len();
+        self.queued + reads == 0 && self.state == Turn::Wait && self.live.is_empty() && self.calls.num_open() == 0
     }
 
     /// What a patient operator does: ends the open push, wakes, resumes, and brings the version that requests wait for.
