@@ -185,21 +185,10 @@ pub fn start(config: &Config, observer: Observer, recorder: Recorder) -> Result<
     };
     let tokenizer = encoder.as_ref().map(|encoder| encoder.tokenizer.clone());
     let thread = start_thread(Engine::new(executor, scheduler, tokenizer, commands, setup))?;
-    let model = ModelFacts {
-        routing: model.experts.as_ref().map(|experts| routing_rules(&layout, experts)),
-        images: model.vision.map(|vision| image_rules(config, &layout, vision)),
-        names: config.served_names(),
-        root: config.model.clone(),
-        vocab_size: model.vocab_size,
-        max_model_len: layout.max_model_len,
-        eos_token_ids: model.eos_token_ids,
-        encoder,
-        tokenizer_info: tokenizer_info.unwrap_or_default().into(),
-    };
     let adapters_dir = config.adapters.adapters_dir.clone();
     let adapters_dir = adapters_dir.map(|dir| Arc::new(AdaptersDir::new(dir, parameters.clone(), traffic.clone())));
     let context = ServingContext {
-        model: Arc::new(model),
+        model: Arc::new(model_facts(config, &layout, model, encoder, tokenizer_info.unwrap_or_default())),
         info,
         engine: EngineHandle::new(sender),
         metrics: observer.metrics.clone(),
@@ -231,6 +220,26 @@ fn start_watchdog(observer: &Observer, seconds: u64) -> Result<()> {
     let (timeline, journal, metrics) = (observer.timeline.clone(), observer.journal.clone(), observer.metrics.clone());
     let watchdog = EngineWatchdog::new(timeline, journal, metrics, Duration::from_secs(seconds));
     watchdog.start().map_err(|e| Error::Internal(format!("cannot start the watchdog's thread: {e}")))
+}
+
+fn model_facts(
+    config: &Config,
+    layout: &Layout,
+    model: ModelConfig,
+    encoder: Option<Arc<PromptEncoder>>,
+    tokenizer_info: String,
+) -> ModelFacts {
+    ModelFacts {
+        routing: model.experts.as_ref().map(|experts| routing_rules(layout, experts)),
+        images: model.vision.map(|vision| image_rules(config, layout, vision)),
+        names: config.served_names(),
+        root: config.model.clone(),
+        vocab_size: model.vocab_size,
+        max_model_len: layout.max_model_len,
+        eos_token_ids: model.eos_token_ids,
+        encoder,
+        tokenizer_info: tokenizer_info.into(),
+    }
 }
 
 /// The experts that tokens take.

@@ -125,7 +125,8 @@ pub struct RequestClient {
 /// [`Event::Failed`]), and there is exactly one of these.
 pub type Responder = Box<dyn FnMut(Event) + Send>;
 
-/// Begins to read the adapter of a name, without blocking. [`Command::AdapterRead`](super::Command::AdapterRead) follows.
+/// Begins to read the adapter of a name, without blocking.
+/// [`Command::AdapterRead`](super::Command::AdapterRead) follows.
 pub type AdapterReader = Box<dyn Fn(&str) + Send>;
 
 /// An event of a request. Its reader receives events in the order in which they happen.

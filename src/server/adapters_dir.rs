@@ -1,6 +1,6 @@
 //! Adapters below `--adapters-dir`, which are read when a request names one that is not resident.
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf, absolute};
 use std::sync::Arc;
 use std::time::Instant;
 
@@ -28,14 +28,24 @@ impl AdaptersDir {
     /// The adapters below `path` for the model of these parameters. The memory for an adapter is counted in `traffic`
     /// until it is resident.
     pub fn new(path: PathBuf, parameters: Arc<Parameters>, traffic: Traffic) -> Self {
+        let path = absolute(&path).unwrap_or(path);
         let sources = Sources::of_flag(FLAG, path.clone()).with_traffic(traffic.clone());
         Self { path, sources, parameters, traffic }
     }
 
-    /// Whether there is an adapter of this name, as far as its declarations tell.
-    pub(super) async fn has(self: &Arc<Self>, name: &str) -> bool {
+    /// Whether `path` is the directory of the adapter of this name, if there is one.
+    pub(super) fn is_path_of(&self, name: &str, path: &str) -> bool {
+        is_below(name) && self.path.join(name) == Path::new(path)
+    }
+
+    /// Checks that there is an adapter of this name, as far as its declarations tell.
+    ///
+    /// # Errors
+    /// As for [`AdaptersDir::read`].
+    pub(super) async fn check(self: &Arc<Self>, name: &str) -> Result<()> {
         let (directory, name) = (self.clone(), name.to_owned());
-        spawn_blocking(move || directory.open(&name).is_ok()).await.unwrap_or(false)
+        let opened = spawn_blocking(move || directory.open(&name).map(drop)).await;
+        opened.map_err(|error| Error::Internal(error.to_string()))?
     }
 
     /// Reads and verifies an adapter.

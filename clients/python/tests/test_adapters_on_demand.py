@@ -160,6 +160,36 @@ def test_64_names_share_8_slots_without_an_error(served):
     assert loads >= NAMES and loads - evictions == len(served.resident())
 
 
+def test_skyrl_samples_checkpoints_that_it_has_unpacked(served):
+    names = sorted(served.adapters)[: 2 * SLOTS]
+
+    def sample(name):
+        # The calls of SkyRL's ExternalInferenceClient, which loads before each request and accepts that error alone.
+        load = {"lora_name": name, "lora_path": str(served.root / name)}
+        loaded = ask(served.process.http_address, "POST", "/v1/load_lora_adapter", load)
+        assert loaded.status == 200 or "already" in loaded.body["error"]["message"], loaded
+        sampling = {"n": 2, "seed": 11, "max_tokens": 4, "temperature": 1.0, "top_p": 1.0, "top_k": -1}
+        answer = served.complete(name, **sampling, logprobs=True, stream=False)
+        assert answer.status == 200, answer
+        return [(choice["token_ids"], choice["logprobs"]["token_logprobs"]) for choice in answer.body["choices"]]
+
+    with ThreadPoolExecutor(THREADS) as pool:
+        found = list(pool.map(sample, names * 3))
+    assert found[: len(names)] * 3 == found and served.resident() <= set(names)
+    for name, samples in zip(names, found[: len(names)], strict=True):
+        token_ids, logprobs, *_ = served.sample(name)
+        assert samples[0][0] == token_ids and np.float32(samples[0][1]).tobytes() == logprobs, name
+    missing = {"lora_name": "nothing", "lora_path": str(served.root / "nothing")}
+    answer = ask(served.process.http_address, "POST", "/v1/load_lora_adapter", missing)
+    assert answer.status == 404 and "does not exist below --adapters-dir" in answer.body["error"]["message"], answer
+    # Any other path is read from --weights-dir, which this server lacks.
+    for name, path in [("a", served.root / "team0/a0"), ("../outside", served.root / "../outside")]:
+        answer = ask(
+            served.process.http_address, "POST", "/v1/load_lora_adapter", {"lora_name": name, "lora_path": str(path)}
+        )
+        assert answer.status == 400 and "--weights-dir" in answer.body["error"]["message"], answer
+
+
 def test_a_request_waits_for_a_slot(served):
     names = sorted(served.adapters)[: SLOTS + 1]
     # An adapter that was pushed stays in its slot, so that one less is left.
@@ -199,6 +229,7 @@ def test_a_wrong_adapter_fails_its_requests_alone(served):
         ("broken", InvalidArgument, '"broken" cannot be loaded'),
         ("large", InvalidArgument, "rank 32 is above --max-lora-rank 16"),
         ("empty", NotFound, "empty/adapter_config.json does not exist below --adapters-dir"),
+        ("team0/a0/adapter_config.json", NotFound, "does not exist below --adapters-dir"),
         ("nothing", NotFound, '"nothing" is not resident .*does not exist below --adapters-dir'),
         ("link", InvalidArgument, "leads out of --adapters-dir"),
         ("../outside", NotFound, "it is no path below --adapters-dir"),
@@ -212,7 +243,7 @@ def test_a_wrong_adapter_fails_its_requests_alone(served):
         assert answer.body["error"]["param"] == "model", answer
         if error is NotFound:
             assert "--adapters-dir has no adapter of this name" in answer.body["error"]["message"]
-    assert served.count("load_failures") == failures + 16
+    assert served.count("load_failures") == failures + 18
     assert served.resident() == {"team2/a6"} and served.sample("team2/a6") == alone
     tokens = ask(served.process.http_address, "POST", "/tokenize", {"model": "nothing", "prompt": "a"})
     assert tokens.status == 404
@@ -228,6 +259,10 @@ def test_a_changed_file_is_read_at_the_next_load(served):
     served.client.remove_adapter("changing")
     assert served.sample("changing") == served.sample("team1/a1") != first
     shutil.rmtree(path)
+    assert served.sample("changing") == served.sample("team1/a1"), "a resident adapter needs no files"
+    served.client.remove_adapter("changing")
+    with pytest.raises(NotFound, match="does not exist below --adapters-dir"):
+        served.sample("changing")
 
 
 def test_a_loaded_adapter_sleeps_and_wakes_as_any_other(served):

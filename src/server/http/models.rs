@@ -98,7 +98,7 @@ pub(super) async fn check_model(model: Option<&str>, context: &ServingContext) -
     let Some(name) = model.filter(|name| !context.model.is_policy(name)) else { return Ok(()) };
     let is_resident = adapters(context).await?.iter().any(|adapter| adapter.name == name);
     let is_adapter = match &context.adapters_dir {
-        Some(directory) if !is_resident => directory.has(name).await,
+        Some(directory) if !is_resident => directory.check(name).await.is_ok(),
         _ => is_resident,
     };
     if is_adapter { Ok(()) } else { Err(unknown_model(context, name).await) }

@@ -33,7 +33,7 @@ members! {
         prompt: Prompts,
         /// Most tokens of a sample (default: 16).
         max_tokens: u32,
-        /// Report log-probabilities, with those of this many most likely tokens; -1 is all, true is 1, and false reports
+        /// Report log-probabilities, with those of this many most likely tokens; -1 is all, true is 1, false reports
         /// none.
         #[schema(value_type = Option<i32>)]
         logprobs: LogprobsCount,

@@ -1,4 +1,5 @@
 //! Adapters from directories below `--weights-dir`: they become resident by the same transaction as a push over gRPC.
+//! Those below `--adapters-dir` are loaded by the requests that name them.
 
 use axum::extract::State;
 use axum::http::StatusCode;
@@ -21,7 +22,7 @@ pub(super) struct LoadAdapter {
     #[schema(min_length = 1)]
     lora_name: String,
     /// A directory below `--weights-dir` with `adapter_config.json` and `adapter_model.safetensors`: relative to it, or
-    /// absolute.
+    /// absolute. Or the directory of that name below `--adapters-dir`, as an absolute path.
     #[schema(min_length = 1)]
     lora_path: String,
     /// Whether to replace a resident adapter of the same name. In-flight requests keep using the old one.
@@ -31,9 +32,10 @@ pub(super) struct LoadAdapter {
 
 /// Loads an adapter without merging it, and keeps it resident beside the others. Generation does not pause. Cached
 /// prefixes of an earlier adapter with the same name are not reused. If `--max-adapters` are resident, the least
-/// recently used one of those that no request uses is unloaded first.
+/// recently used one of those that no request uses is unloaded first. The adapter `lora_name` below `--adapters-dir` is
+/// only checked: the first request that names it loads it.
 #[utoipa::path(post, path = "/v1/load_lora_adapter", request_body = LoadAdapter, responses(
-    (status = 200, description = "the adapter is resident", body = String, content_type = "text/plain"),
+    (status = 200, description = "requests may name the adapter", body = String, content_type = "text/plain"),
     (status = 400, description = "the name is taken, the path leaves `--weights-dir`, or the files are not an \
         adapter of this model"),
     (status = 404, description = "no such directory or file"),
@@ -85,6 +87,14 @@ async fn load_from(app: &AppState, peer: Peer, body: JsonBody<LoadAdapter>) -> H
     let _turn = app.loads.acquire().await.map_err(|e| Error::Internal(e.to_string()))?;
     if !load_inplace && is_resident(&context, &name).await? {
         return Err(taken(&name));
+    }
+    if let Some(directory) = &context.adapters_dir
+        && !load_inplace
+        && directory.is_path_of(&name, &path)
+    {
+        // The first request loads it. Here it would need a slot of its own, and keep it from others.
+        let checked = directory.check(&name).await;
+        return checked.map(|()| body.ignored).map_err(|error| explain(error, &name, &path));
     }
     match load_adapter(&app.server, peer.0, &name, &path, load_inplace).await {
         Ok(_) => Ok(body.ignored),

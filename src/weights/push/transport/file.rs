@@ -84,7 +84,9 @@ impl Root {
     fn cannot_open(&self, path: &Path, error: &std::io::Error) -> Error {
         let (path, flag) = (path.display(), self.flag);
         match error.kind() {
-            ErrorKind::NotFound => Error::NotFound(format!("{path} does not exist below {flag}")),
+            ErrorKind::NotFound | ErrorKind::NotADirectory => {
+                Error::NotFound(format!("{path} does not exist below {flag}"))
+            }
             // cap-std refuses without an error number of the system.
             ErrorKind::PermissionDenied if error.raw_os_error().is_none() => {
                 refuse(format!("{path} leads out of {flag}"))
