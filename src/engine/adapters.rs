@@ -10,9 +10,9 @@ use super::core::{Attempt, EngineCore, Failure};
 use crate::error::{Error, Result};
 use crate::executor::{Executor, WeightOrder};
 use crate::weights::Adapter;
-use loads::{Load, LoadCounts};
+use loads::{AdapterLoad, LoadCounts};
 
-pub(super) use loads::Waits;
+pub(super) use loads::LoadOutcome;
 
 /// The resident adapters of all ranks. Each accepted request that uses an adapter holds a lease on it.
 pub(super) struct Adapters {
@@ -23,7 +23,7 @@ pub(super) struct Adapters {
     uses: u64,
     resident: Vec<Resident>,
     /// The adapter that is being loaded because requests name it.
-    load: Option<Load>,
+    load: Option<AdapterLoad>,
     counts: LoadCounts,
 }
 

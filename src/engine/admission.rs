@@ -3,7 +3,7 @@
 
 use std::sync::Arc;
 
-use super::adapters::{Adapters, Waits};
+use super::adapters::{Adapters, LoadOutcome};
 use super::command::{AbortReply, AbortTarget};
 use super::core::{Ending, EngineCore, shutting_down};
 use super::request::{GenerateCommand, RequestList, ValidRequest, reference_field};
@@ -113,9 +113,9 @@ impl Admission {
         let wanted: Vec<_> = self.held.iter().filter(|request| !wants_newer(core, request)).collect();
         let is_wanted = |name: &str| wanted.iter().any(|request| request.field_of(name).is_some());
         match adapters.place(core, first, is_wanted)? {
-            Waits::Still => Ok(false),
-            Waits::Nothing => Ok(true),
-            Waits::Failed(name, error) => {
+            LoadOutcome::Waiting => Ok(false),
+            LoadOutcome::Ended => Ok(true),
+            LoadOutcome::Failed(name, error) => {
                 self.reject_lacking(core, adapters, &name, &error);
                 Ok(true)
             }

@@ -15,7 +15,7 @@ use crate::error::{Error, Result};
 use crate::executor::Executor;
 
 /// The load under way.
-pub(super) struct Load {
+pub(super) struct AdapterLoad {
     name: String,
     /// `None` while it is read; afterwards it waits for a slot.
     read: Option<ReadAdapter>,
@@ -30,13 +30,13 @@ pub(in crate::engine) struct LoadCounts {
     pub evicted: u64,
 }
 
-/// The state of the load under way.
-pub(in crate::engine) enum Waits {
-    /// Its files, or a slot.
-    Still,
-    /// Nothing: an adapter has become resident, or the load has ended without one.
-    Nothing,
-    /// Nothing: the adapter of this name cannot become resident.
+/// What has become of the load under way.
+pub(in crate::engine) enum LoadOutcome {
+    /// It waits for its files, or for a slot.
+    Waiting,
+    /// There is none, or it has ended: the adapter is resident, or nobody needs it.
+    Ended,
+    /// The adapter of this name cannot become resident.
     Failed(String, Error),
 }
 
@@ -78,7 +78,7 @@ impl Adapters {
     /// Begins to read an adapter that `request` lacks, unless a load is under way.
     pub fn begin_load(&mut self, request: &RequestState) {
         if let (None, Some(name), Some(read)) = (&self.load, self.lacking(request), request.adapter_reader()) {
-            self.load = Some(Load { name: name.to_owned(), read: None });
+            self.load = Some(AdapterLoad { name: name.to_owned(), read: None });
             read(name);
         }
     }
@@ -114,39 +114,39 @@ impl Adapters {
         core: &mut EngineCore<X>,
         first: Option<&RequestState>,
         is_wanted: impl Fn(&str) -> bool,
-    ) -> Result<Waits> {
-        let Some(Load { name, read }) = self.load.take() else { return Ok(Waits::Nothing) };
+    ) -> Result<LoadOutcome> {
+        let Some(AdapterLoad { name, read }) = self.load.take() else { return Ok(LoadOutcome::Ended) };
         let Some(read) = read else {
-            self.load = Some(Load { name, read });
-            return Ok(Waits::Still);
+            self.load = Some(AdapterLoad { name, read });
+            return Ok(LoadOutcome::Waiting);
         };
         if self.named(&name).is_some() || core.check_serving().is_err() {
-            return Ok(Waits::Nothing);
+            return Ok(LoadOutcome::Ended);
         }
         if let Err(error) = self.check_adapter(&read.adapter) {
             self.count_failed(&name, &error);
-            return Ok(Waits::Failed(name, error));
+            return Ok(LoadOutcome::Failed(name, error));
         }
         let used: BTreeSet<&str> = first.iter().flat_map(|request| request.adapter_names()).collect();
         let may_leave = |status: &AdapterStatus| status.on_demand && !used.contains(&*status.name);
         let Some(evicted) = self.find_slot(core, &name, may_leave) else {
             if is_wanted(&name) {
                 self.free_slot(may_leave);
-                self.load = Some(Load { name, read: Some(read) });
-                return Ok(Waits::Still);
+                self.load = Some(AdapterLoad { name, read: Some(read) });
+                return Ok(LoadOutcome::Waiting);
             }
-            return Ok(Waits::Nothing);
+            return Ok(LoadOutcome::Ended);
         };
         let origin = Origin { directory: Some(read.directory), on_demand: true };
         match self.put(core, &name, &read.adapter, evicted, origin) {
             Ok(_) => {
                 self.counts.loaded += 1;
                 tracing::info!(adapter = name, bytes = read.adapter.bytes(), "loaded for a request that names it");
-                Ok(Waits::Nothing)
+                Ok(LoadOutcome::Ended)
             }
             Err(Failure::Refused(error)) => {
                 self.count_failed(&name, &error);
-                Ok(Waits::Failed(name, error))
+                Ok(LoadOutcome::Failed(name, error))
             }
             Err(Failure::Fatal(error)) => Err(error),
         }
