@@ -30,11 +30,11 @@ pub(in crate::engine) struct LoadCounts {
     pub evicted: u64,
 }
 
-/// What has become of the load under way.
+/// The state of the load under way.
 pub(in crate::engine) enum LoadOutcome {
     /// It waits for its files, or for a slot.
     Waiting,
-    /// There is none, or it has ended: the adapter is resident, or nobody needs it.
+    /// There is none, or it has ended: the adapter is resident, or no request needs it.
     Ended,
     /// The adapter of this name cannot become resident.
     Failed(String, Error),
