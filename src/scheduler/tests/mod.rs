@@ -1,4 +1,5 @@
 mod harness;
 mod rules;
+mod shared_prompts;
 mod simulation;
 mod speculation;
