@@ -27,8 +27,9 @@ def model(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def float32_server(binary, model):
-    """A server of the tiny model in float32, as the trainers compute."""
-    with ServerProcess(binary, model, [*SMALL_CACHE, "--mem-util", "0.2", "--dtype", "float32"]) as server:
+    """A server of the tiny model in float32, as the trainers compute, with room for resident adapters."""
+    flags = [*SMALL_CACHE, "--mem-util", "0.2", "--dtype", "float32", "--max-adapters", "2"]
+    with ServerProcess(binary, model, flags) as server:
         yield server
 
 

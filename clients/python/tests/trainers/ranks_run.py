@@ -11,6 +11,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import torch
+import trl
 from peft import get_peft_model
 from runs import config, logged, serving_checksums
 from tiny import length_reward, lora, prompts
@@ -19,6 +20,7 @@ from transformers import AutoModelForCausalLM
 
 from rollout_client import RolloutClient
 from rollout_client.trl import GRPOTrainer, RolloutGeneration
+from rollout_client.trl._references import computes_reference
 
 
 def policy(model, adapted):
@@ -42,6 +44,24 @@ def pushed_from_shards(model, accelerator, address):
     return RolloutClient(address).checksum()
 
 
+def reference_difference(model, address, output_dir):
+    """How far references that the server computes are from TRL's own, on any rank."""
+    settings = config(server=SimpleNamespace(address=address), output_dir=output_dir, beta=0.05, max_steps=1)
+    trainer = GRPOTrainer(model, length_reward, settings, prompts(), peft_config=lora(), server_reference=True)
+    served, differences = trainer._get_per_token_logps_and_entropies, []
+
+    def compare(given, *args, **options):
+        result = served(given, *args, **options)
+        if computes_reference(trainer.accelerator.unwrap_model(trainer.model)):
+            own = trl.GRPOTrainer._get_per_token_logps_and_entropies(trainer, given, *args, **options)
+            differences.append((result[0] - own[0])[own[0] != 0].abs().max())
+        return result
+
+    trainer._get_per_token_logps_and_entropies = compare
+    trainer.train()
+    return trainer.accelerator.gather(torch.stack(differences)).tolist()
+
+
 def main():
     torch.set_num_threads(1)
     model, output_dir, address = sys.argv[1:]
@@ -57,8 +77,9 @@ def main():
     trainer = GRPOTrainer(model, length_reward, settings, prompts(), peft_config=lora())
     trainer.train()
     accelerator = trainer.accelerator
-    result = {"ranks": accelerator.num_processes, "requests": requests, "expected": {}, "sharded": {}}
+    result = {"ranks": accelerator.num_processes, "requests": list(requests), "expected": {}, "sharded": {}}
     result["log"] = {key: logged(trainer, key) for key in ("sampling/sampling_logp_difference/max", "reward")}
+    result["references"] = reference_difference(model, address, output_dir)
     for kind in ("adapter", "full"):
         made = policy(model, adapted=kind == "adapter")
         result["expected"][kind] = serving_checksums(copy.deepcopy(made))

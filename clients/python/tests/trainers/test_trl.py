@@ -233,5 +233,6 @@ def test_two_ranks(server, model, tmp_path):
     differences = result["log"]["sampling/sampling_logp_difference/max"]
     assert len(differences) == STEPS and max(differences) < EXACT
     assert result["requests"] == [[4, 4]] * STEPS, "one for all ranks: 4 groups of 4"
+    assert len(result["references"]) == 2 and max(result["references"]) < EXACT, result["references"]
     assert result["sharded"]["adapter"] == result["expected"]["adapter"]
     assert result["sharded"]["full"] == result["expected"]["full"] != result["expected"]["adapter"]

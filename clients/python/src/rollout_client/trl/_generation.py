@@ -10,7 +10,6 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import torch
-from accelerate.utils import is_peft_model
 from peft import get_peft_model_state_dict
 from torch.distributed.tensor import DTensor
 from trl.generation.vllm_generation import VLLMGeneration, empty_cache
@@ -21,6 +20,7 @@ from ..client import RolloutClient
 from ..errors import RolloutError, Unavailable
 from ..images import Pixels
 from ..types import Lifecycle, MemoryTag, UpdateResult
+from ._references import INITIAL, POLICY, TRLS_INITIAL, Resident, is_lora
 from ._sampler import Sampler
 
 logger = logging.getLogger(__name__)
@@ -36,19 +36,31 @@ class RolloutGeneration(VLLMGeneration):
     prompt, and distributes the completions.
     """
 
-    def __init__(self, *args: Any, client: RolloutClient | None = None, **options: Any) -> None:
+    def __init__(
+        self,
+        *args: Any,
+        client: RolloutClient | None = None,
+        server_reference: bool | str = False,
+        **options: Any,
+    ) -> None:
         """Connects on rank 0.
 
         Args:
             args, options: of TRL's `VLLMGeneration`; `mode` must be `"server"`.
             client: a client with a token or TLS; None connects to `server_base_url`, or to `server_host` and
                 `server_port`.
+            server_reference: keep the trained adapter resident beside its base, and let the server score the samples
+                under the base (True) or under another resident adapter, which is named.
         """
         self._given_client = client
+        self.server_reference = server_reference
         self._rollouts = 0
         self._base_is_known = False
+        self._initial_is_pushed = False
         self.last_push: UpdateResult | None = None
         """The receipt of the last push, on rank 0."""
+        self.resident: Resident | None = None
+        """With `server_reference`: the adapter of the last push, on rank 0."""
         super().__init__(*args, **options)
 
     def _init_vllm(self) -> None:
@@ -67,11 +79,15 @@ class RolloutGeneration(VLLMGeneration):
 
     def sync_weights(self) -> None:
         """Pushes the model: only the adapter if it is a LoRA, else every parameter. All ranks must call it."""
-        self.wake(["weights"])
+        # A resident adapter can only be pushed to a server that is wholly awake.
+        self.wake(None if self.server_reference else ["weights"])
         model = self.accelerator.unwrap_model(self.model)
-        if is_peft_model(model) and model.peft_config[model.active_adapters[0]].peft_type == "LORA":
+        if is_lora(model):
             self._check_base(model)
-            self._push_adapter(model)
+            if self.server_reference:
+                self._push_resident(model)
+            else:
+                self._push_adapter(model, model.active_adapters[0])
         else:
             self._push_full()
         self.accelerator.wait_for_everyone()
@@ -128,7 +144,12 @@ class RolloutGeneration(VLLMGeneration):
         Raises:
             ValueError: it has another: an earlier run has pushed a whole policy, or `--model` is another checkpoint.
         """
-        if self._base_is_known or self._dist.fsdp_version == 1:
+        if self._base_is_known:
+            return
+        if self._dist.fsdp_version == 1:
+            if self.server_reference and self.accelerator.is_main_process:
+                self.vllm_client.client.push_lora(None)  # an adapter that an earlier run has merged
+            self._base_is_known = True
             return
         parts = base_samples(model)
         with self._dist.gather_params(list(parts.values())):
@@ -148,16 +169,29 @@ class RolloutGeneration(VLLMGeneration):
                         )
         self._base_is_known = True
 
-    def _push_adapter(self, model: Any) -> None:
+    def _push_resident(self, model: Any) -> None:
+        """Pushes the adapter beside the base, and before the first one also that with which the training began."""
+        reference = self.server_reference if isinstance(self.server_reference, str) else None
+        if reference is None and TRLS_INITIAL in model.peft_config:
+            reference = INITIAL
+            if not self._initial_is_pushed:
+                self._push_adapter(model, TRLS_INITIAL, name=INITIAL)
+                self._initial_is_pushed = True
+        generation = None if self.resident is None else self.resident.generation
+        self._push_adapter(model, model.active_adapters[0], name=POLICY, expected_generation=generation)
+        if self.accelerator.is_main_process:
+            self.resident = Resident(self.last_push.adapter_generation, reference)
+            self.vllm_client.resident = self.resident
+
+    def _push_adapter(self, model: Any, adapter: str, **options: Any) -> None:
         # Names with `lora_` include frozen parts of an adapter, such as the A matrices of LoRA-FA.
         parts = {name: part for name, part in model.named_parameters() if "lora_" in name or part.requires_grad}
         with self._dist.gather_params(list(parts.values())):
             state = self._fsdp1_tensors(model, parts) if self._dist.fsdp_version == 1 else self._tensors(parts)
             if self.accelerator.is_main_process:
-                name = model.active_adapters[0]
                 # Untrained embeddings belong to the base, which the server has.
-                tensors = get_peft_model_state_dict(model, state, adapter_name=name, save_embedding_layers=False)
-                self._note(self.vllm_client.client.push_lora(tensors, model.peft_config[name]))
+                tensors = get_peft_model_state_dict(model, state, adapter_name=adapter, save_embedding_layers=False)
+                self._note(self.vllm_client.client.push_lora(tensors, model.peft_config[adapter], **options))
 
     def _tensors(self, parts: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Whole tensors by PEFT's names; with FSDP 2 every rank takes part in gathering each."""

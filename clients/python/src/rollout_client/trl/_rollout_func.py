@@ -14,7 +14,7 @@ from ..client import RolloutClient
 from ..images import Pixels
 from ..types import Sample, SamplingParams
 from ._generation import RolloutGeneration, connect
-from ._sampler import Sampler, sampling_params
+from ._sampler import Sampler, sampling_params, token_ids
 
 RolloutFunc = Callable[[list[Any], Any], dict[str, list[Any]]]
 """Takes prompts and the trainer, returns one completion per prompt, like `trl.trainer.grpo_trainer.RolloutFunc`."""
@@ -43,7 +43,7 @@ def rollout_func(server: str | RolloutClient, sampling: SamplingParams | None = 
             samples = _samples(sampler, prompt_ids, pixels, _seeded(sampling or _settings(trainer), trainer))
         return {
             "prompt_ids": prompt_ids,
-            "completion_ids": [sample.token_ids for sample in samples],
+            "completion_ids": [token_ids(sample) for sample in samples],
             "logprobs": [sample.logprobs.tolist() for sample in samples],
             "weight_version": [sample.weight_versions[0].weight_version for sample in samples],
             "finish_reason": [str(sample.finish_reason) for sample in samples],
@@ -87,8 +87,9 @@ class _Policy:
         if trainer.state.global_step != self._step:
             if generation is self._generation:  # TRL itself pushes with the trainer's own
                 generation.sync_weights()
-            version = generation.last_push.weight_version if trainer.accelerator.is_main_process else None
-            self._sampler.weight_version = broadcast_object_list([version], from_process=0)[0]
+            main = trainer.accelerator.is_main_process
+            pushed = [generation.last_push.weight_version, generation.resident] if main else [None, None]
+            self._sampler.weight_version, self._sampler.resident = broadcast_object_list(pushed, from_process=0)
             self._step = trainer.state.global_step
         return self._sampler
 

@@ -10,7 +10,10 @@ from typing import Any
 from ..client import RolloutClient
 from ..errors import Aborted
 from ..images import Pixels, processed_pixels
-from ..types import FinishReason, PromptOutput, SamplingParams
+from ..options import GenerateOptions
+from ..returns import Returns
+from ..types import FinishReason, PromptOutput, Sample, SamplingParams
+from ._references import POLICY, Resident, scored_tokens
 
 logger = logging.getLogger(__name__)
 
@@ -29,6 +32,8 @@ class Sampler:
         self._processing_class = processing_class
         self.weight_version: int | None = None
         """The last pushed version. Requests require it, so that samples of another policy never train this one."""
+        self.resident: Resident | None = None
+        """The adapter that was pushed last, if it is resident; None if it is merged."""
 
     def get_server_info(self) -> dict[str, Any]:
         """The kind of log-probabilities, which TRL checks before it corrects by importance sampling."""
@@ -79,7 +84,7 @@ class Sampler:
         samples = [sample for output in outputs for sample in output.samples]
         return {
             "prompt_ids": prompts,
-            "completion_ids": [sample.token_ids for sample in samples],
+            "completion_ids": [token_ids(sample) for sample in samples],
             "logprobs": [[[value] for value in sample.logprobs.tolist()] for sample in samples],
             "logprob_token_ids": [[[token] for token in sample.token_ids] for sample in samples],
         }
@@ -91,14 +96,12 @@ class Sampler:
         sampling: SamplingParams,
         images: Sequence[Sequence[Pixels] | None] | None = None,
     ) -> list[PromptOutput]:
-        """Samples from the policy that was pushed last, without texts.
+        """Samples from the policy that was pushed last, without texts; if it is resident, with references.
 
         Raises:
-            Aborted: some samples were aborted.
+            Aborted: some samples were aborted, or are of another policy.
         """
-        outputs = self.client.generate(
-            prompts, n, sampling, images=images or (), return_text=False, if_weight_version=self.weight_version
-        )
+        outputs = self.client.generate(prompts, n, sampling, images=images or (), return_text=False, **self._options())
         for output in outputs:
             cut = sum(sample.finish_reason is FinishReason.ABORTED for sample in output.samples)
             if cut:
@@ -107,7 +110,32 @@ class Sampler:
                     "if the model had ended them. The cause is an abort, a pause, a push with running='abort', the "
                     "server's shutdown, or the client's timeout"
                 )
+        if self.resident is not None:
+            self._check_resident(outputs)
         return outputs
+
+    def _options(self) -> GenerateOptions:
+        options = GenerateOptions(if_weight_version=self.weight_version)
+        if self.resident is not None:
+            options["adapter"] = POLICY
+            options["returns"] = Returns(references=[self.resident.reference])
+        return options
+
+    def _check_resident(self, outputs: list[PromptOutput]) -> None:
+        """Generations are never reused: if the adapter still has the one that was pushed, all samples are of it."""
+        serving = {adapter.name: adapter.generation for adapter in self.client.adapters() if not adapter.retired}
+        if serving.get(POLICY) != self.resident.generation:
+            raise Aborted(
+                f"the resident adapter {POLICY!r} is no longer the one that was pushed: another client has pushed or "
+                "removed it. One trainer with server_reference at a time can use a server"
+            )
+        if not all(sample.references for output in outputs for sample in output.samples):
+            raise Aborted("the request ended before all samples were scored under the reference: raise the timeout")
+
+
+def token_ids(sample: Sample) -> list[int]:
+    """The tokens of a sample, as `ScoredToken` if it has a reference."""
+    return scored_tokens(sample) if sample.references else sample.token_ids
 
 
 def sampling_params(
