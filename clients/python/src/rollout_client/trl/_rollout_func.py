@@ -14,7 +14,7 @@ from ..client import RolloutClient
 from ..images import Pixels
 from ..types import Sample, SamplingParams
 from ._generation import RolloutGeneration, connect
-from ._sampler import Sampler, sampling_params, token_ids
+from ._sampler import Sampler, sampling_params, token_ids, unfiltered_logprobs
 
 RolloutFunc = Callable[[list[Any], Any], dict[str, list[Any]]]
 """Takes prompts and the trainer, returns one completion per prompt, like `trl.trainer.grpo_trainer.RolloutFunc`."""
@@ -40,11 +40,12 @@ def rollout_func(server: str | RolloutClient, sampling: SamplingParams | None = 
             generation.wake()
             prompt_ids, images, _ = trainer._tokenize_prompts(prompts)
             pixels = sampler.image_features(images or [None] * len(prompt_ids))
-            samples = _samples(sampler, prompt_ids, pixels, _seeded(sampling or _settings(trainer), trainer))
+            wanted = _seeded(sampling or _settings(trainer), trainer)
+            samples = _samples(sampler, prompt_ids, pixels, wanted)
         return {
             "prompt_ids": prompt_ids,
             "completion_ids": [token_ids(sample) for sample in samples],
-            "logprobs": [sample.logprobs.tolist() for sample in samples],
+            "logprobs": [unfiltered_logprobs(sample, wanted).tolist() for sample in samples],
             "weight_version": [sample.weight_versions[0].weight_version for sample in samples],
             "finish_reason": [str(sample.finish_reason) for sample in samples],
             "cached_tokens": [sample.cached_tokens for sample in samples],

@@ -7,6 +7,9 @@ import logging
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
+
 from ..client import RolloutClient
 from ..errors import Aborted
 from ..images import Pixels, processed_pixels
@@ -85,7 +88,7 @@ class Sampler:
         return {
             "prompt_ids": prompts,
             "completion_ids": [token_ids(sample) for sample in samples],
-            "logprobs": [[[value] for value in sample.logprobs.tolist()] for sample in samples],
+            "logprobs": [[[value] for value in unfiltered_logprobs(sample, wanted).tolist()] for sample in samples],
             "logprob_token_ids": [[[token] for token in sample.token_ids] for sample in samples],
         }
 
@@ -101,7 +104,9 @@ class Sampler:
         Raises:
             Aborted: some samples were aborted, or are of another policy.
         """
-        outputs = self.client.generate(prompts, n, sampling, images=images or (), return_text=False, **self._options())
+        outputs = self.client.generate(
+            prompts, n, sampling, images=images or (), return_text=False, **self._options(sampling)
+        )
         for output in outputs:
             cut = sum(sample.finish_reason is FinishReason.ABORTED for sample in output.samples)
             if cut:
@@ -114,11 +119,14 @@ class Sampler:
             self._check_resident(outputs)
         return outputs
 
-    def _options(self) -> GenerateOptions:
+    def _options(self, sampling: SamplingParams) -> GenerateOptions:
         options = GenerateOptions(if_weight_version=self.weight_version)
+        returns = Returns(support=True, max_support_ids=0) if _needs_masses(sampling) else Returns()
         if self.resident is not None:
             options["adapter"] = POLICY
-            options["returns"] = Returns(references=[self.resident.reference])
+            returns = dataclasses.replace(returns, references=[self.resident.reference])
+        if returns != Returns():
+            options["returns"] = returns
         return options
 
     def _check_resident(self, outputs: list[PromptOutput]) -> None:
@@ -136,6 +144,31 @@ class Sampler:
 def token_ids(sample: Sample) -> list[int]:
     """The tokens of a sample, as `ScoredToken` if it has a reference."""
     return scored_tokens(sample) if sample.references else sample.token_ids
+
+
+def unfiltered_logprobs(sample: Sample, sampling: SamplingParams) -> npt.NDArray[np.float32]:
+    """The log-probabilities that TRL's trainer computes for the same weights: over all tokens, at the temperature.
+
+    Penalties and `logit_bias` at another temperature than 1 stay in them.
+    """
+    if sampling.temperature == 1:
+        return sample.raw_logprobs
+    if sample.returned is None:
+        return sample.logprobs
+    return sample.logprobs + sample.returned.support_log_masses
+
+
+def _needs_masses(sampling: SamplingParams) -> bool:
+    """Whether some tokens are left out of the distribution, at another temperature than `raw_logprobs`."""
+    excludes = (
+        *(sampling.top_p < 1, sampling.top_k > 0, sampling.min_p > 0, sampling.min_tokens > 0),
+        *(sampling.allowed_token_ids, sampling.bad_words, sampling.structured_outputs),
+    )
+    edits = (
+        *(sampling.repetition_penalty != 1, sampling.presence_penalty, sampling.frequency_penalty),
+        *(sampling.logit_bias,),
+    )
+    return sampling.temperature not in (0, 1) and any(excludes) and not any(edits)
 
 
 def sampling_params(
