@@ -221,7 +221,7 @@ def test_two_ranks(server, model, tmp_path):
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]
     ended = subprocess.run(
         [*launch, model, str(tmp_path), server.address],
-        env={**os.environ, "PYTHONPATH": str(script.parent)},
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(script.parent), os.environ.get("PYTHONPATH", "")])},
         capture_output=True,
         text=True,
         timeout=900,

@@ -19,9 +19,9 @@ INITIAL = "policy-initial"
 TRLS_INITIAL = "ref"
 """TRL's name for the same in the model."""
 
-_NOT_SAMPLED = -50.0
+_NOT_SAMPLED = -1e4
 """Stands for the reference of a tool's token. The loss leaves these tokens out, but by a factor of 0: their divergence,
-exp(reference - policy) - (reference - policy) - 1, must be finite, whatever the policy's log-probability is."""
+exp(reference - policy) - (reference - policy) - 1, must be finite, so this is below what a policy gives any token."""
 
 
 @dataclass(frozen=True)
