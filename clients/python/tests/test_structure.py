@@ -31,7 +31,7 @@ LAYERS = [
     ["_convert_images", "_convert_returns", "_convert_routing", "_convert_sampling", "_convert_weights", "_tls_socket"],
     ["_fields", "_proto", "_tls", "options"],
     ["_adapter_directory", "_delta", "_lora", "_progress", "_seeds", "_segment"],
-    ["_model", "_served_names", "_tensors", "status"],
+    ["_model", "_ratios", "_served_names", "_tensors", "status"],
     ["types", "_driver", "_token", "_die_with_parent"],
     ["images", "returns", "routing"],
     ["errors"],

@@ -283,6 +283,17 @@ def test_samples_come_in_the_order_of_the_requests_with_their_ids(pair):
     assert client.infer([], CONFIG) == []
 
 
+@pytest.mark.parametrize("temperature", [0.9, 1.0])
+def test_log_probabilities_are_of_all_tokens_where_filters_are_on(pair, temperature):
+    first, _, _ = pair
+    config = CONFIG | {"temperature": temperature, "top_p": 0.8}
+    prompt = (1, 2, 3)
+    for _, sample in connected(first).infer(requests([prompt] * 4), config):
+        sequence = [*prompt, *sample.token_ids]
+        score = first.client.score([sequence], sampling=SamplingParams(temperature=temperature))[0]
+        assert np.abs(sample.logprobs - np.float32(score.logprobs[len(prompt) :])).max() < 1e-5
+
+
 @pytest.mark.parametrize("prompts", [[(1, 2, 3)] * 6, [(1, 2, 3)] * 6 + [(9,)]], ids=["equal groups", "others too"])
 def test_equal_requests_are_no_clones(pair, prompts):
     first, _, _ = pair

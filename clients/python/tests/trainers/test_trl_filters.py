@@ -48,15 +48,8 @@ def assert_ratios(trainer, samples, steps=STEPS):
 
 @pytest.mark.parametrize(
     "sampling",
-    [
-        {"top_p": 0.9},
-        {"top_p": 0.9, "temperature": 0.7},
-        {"top_k": 40, "min_p": 0.1, "temperature": 0.7},
-        {"vllm_structured_outputs_regex": REGEX},
-        {"vllm_structured_outputs_regex": REGEX, "temperature": 0.7},
-        {"top_p": 0.9, "repetition_penalty": 1.3},
-    ],
-    ids=["top_p", "top_p at 0.7", "top_k and min_p at 0.7", "regex", "regex at 0.7", "top_p and a penalty"],
+    [{"top_p": 0.9}, {"top_p": 0.9, "temperature": 0.7}, {"vllm_structured_outputs_regex": REGEX, "temperature": 0.7}],
+    ids=["top_p", "top_p at 0.7", "regex at 0.7"],
 )
 def test_ratios_are_1(server, model, tmp_path, samples, sampling):
     settings = config(GRPOConfig, server, tmp_path, learning_rate=1e-2, **sampling)

@@ -6,10 +6,11 @@ import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, fields, is_dataclass
+from dataclasses import asdict, fields, is_dataclass, replace
 from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.parse import urlsplit
 
+from .._ratios import ratio_logprobs, ratio_returns
 from .._tls import ADDRESS, Tls
 from .._token import read_token
 from ..client import RolloutClient
@@ -276,19 +277,25 @@ def _samples(
     sampling: SamplingParams,
     return_routing: bool,
 ) -> dict[int, _Sampled]:
-    """Prompts and samples of one server by the request's index."""
+    """Prompts and samples of one server by the request's index; `logprobs` are those of importance ratios."""
     if len({len(members) for _, members in groups}) > 1:
         groups = [(prompt, [index]) for prompt, members in groups for index in members]
     prompts, images = [list(tokens) for (tokens, _), _ in groups], [pixels for (_, pixels), _ in groups]
     outputs = client.generate(
-        prompts, len(groups[0][1]), sampling, images=images, return_text=False, return_routing=return_routing
+        prompts,
+        len(groups[0][1]),
+        sampling,
+        images=images,
+        return_text=False,
+        return_routing=return_routing,
+        returns=ratio_returns(sampling),
     )
     samples: dict[int, _Sampled] = {}
     for (_, members), output in zip(groups, outputs, strict=True):
         for index, sample in zip(members, output.samples, strict=True):
             if sample.finish_reason is FinishReason.ABORTED:
                 raise Aborted(f"{client.address}: a sample was ended by another client or a shutdown")
-            samples[index] = output, sample
+            samples[index] = output, replace(sample, logprobs=ratio_logprobs(sample, sampling))
     return samples
 
 

@@ -10,11 +10,12 @@ from typing import Any
 
 from accelerate.utils import broadcast_object_list
 
+from .._ratios import ratio_logprobs
 from ..client import RolloutClient
 from ..images import Pixels
 from ..types import Sample, SamplingParams
 from ._generation import RolloutGeneration, connect
-from ._sampler import Sampler, sampling_params, token_ids, unfiltered_logprobs
+from ._sampler import Sampler, sampling_params, token_ids
 
 RolloutFunc = Callable[[list[Any], Any], dict[str, list[Any]]]
 """Takes prompts and the trainer, returns one completion per prompt, like `trl.trainer.grpo_trainer.RolloutFunc`."""
@@ -45,7 +46,7 @@ def rollout_func(server: str | RolloutClient, sampling: SamplingParams | None = 
         return {
             "prompt_ids": prompt_ids,
             "completion_ids": [token_ids(sample) for sample in samples],
-            "logprobs": [unfiltered_logprobs(sample, wanted).tolist() for sample in samples],
+            "logprobs": [ratio_logprobs(sample, wanted).tolist() for sample in samples],
             "weight_version": [sample.weight_versions[0].weight_version for sample in samples],
             "finish_reason": [str(sample.finish_reason) for sample in samples],
             "cached_tokens": [sample.cached_tokens for sample in samples],

@@ -7,9 +7,7 @@ import logging
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
-
+from .._ratios import ratio_logprobs, ratio_returns
 from ..client import RolloutClient
 from ..errors import Aborted
 from ..images import Pixels, processed_pixels
@@ -88,7 +86,7 @@ class Sampler:
         return {
             "prompt_ids": prompts,
             "completion_ids": [token_ids(sample) for sample in samples],
-            "logprobs": [[[value] for value in unfiltered_logprobs(sample, wanted).tolist()] for sample in samples],
+            "logprobs": [[[value] for value in ratio_logprobs(sample, wanted).tolist()] for sample in samples],
             "logprob_token_ids": [[[token] for token in sample.token_ids] for sample in samples],
         }
 
@@ -121,7 +119,7 @@ class Sampler:
 
     def _options(self, sampling: SamplingParams) -> GenerateOptions:
         options = GenerateOptions(if_weight_version=self.weight_version)
-        returns = Returns(support=True, max_support_ids=0) if _needs_masses(sampling) else Returns()
+        returns = ratio_returns(sampling)
         if self.resident is not None:
             options["adapter"] = POLICY
             returns = dataclasses.replace(returns, references=[self.resident.reference])
@@ -144,31 +142,6 @@ class Sampler:
 def token_ids(sample: Sample) -> list[int]:
     """The tokens of a sample, as `ScoredToken` if it has a reference."""
     return scored_tokens(sample) if sample.references else sample.token_ids
-
-
-def unfiltered_logprobs(sample: Sample, sampling: SamplingParams) -> npt.NDArray[np.float32]:
-    """The log-probabilities that TRL's trainer computes for the same weights: over all tokens, at the temperature.
-
-    Penalties and `logit_bias` at another temperature than 1 stay in them.
-    """
-    if sampling.temperature == 1:
-        return sample.raw_logprobs
-    if sample.returned is None:
-        return sample.logprobs
-    return sample.logprobs + sample.returned.support_log_masses
-
-
-def _needs_masses(sampling: SamplingParams) -> bool:
-    """Whether some tokens are left out of the distribution, at another temperature than `raw_logprobs`."""
-    excludes = (
-        *(sampling.top_p < 1, sampling.top_k > 0, sampling.min_p > 0, sampling.min_tokens > 0),
-        *(sampling.allowed_token_ids, sampling.bad_words, sampling.structured_outputs),
-    )
-    edits = (
-        *(sampling.repetition_penalty != 1, sampling.presence_penalty, sampling.frequency_penalty),
-        *(sampling.logit_bias,),
-    )
-    return sampling.temperature not in (0, 1) and any(excludes) and not any(edits)
 
 
 def sampling_params(

@@ -223,7 +223,7 @@ def test_a_base_that_is_not_the_servers_is_pushed_parameter_by_parameter(train, 
 
 
 def test_an_adapter_that_changes_the_base_is_merged_by_the_trainer(train):
-    training = train(*LORA, "--init_weights", "pissa")
+    training = train(*LORA, "--init_weights", "pissa", "--top_p", "0.9")
     training.assert_on_policy()
     (client,) = training.clients
     assert client.status().updates == STEPS
