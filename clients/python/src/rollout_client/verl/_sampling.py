@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from ..errors import InvalidArgument
 from ..routing import Routing, join_routing
-from ..types import FinishReason, Sample, SamplingParams
+from ..types import FinishReason, Sample, SamplingParams, Score
 from ._settings import Settings
 
 _FIELDS = {field.name for field in dataclasses.fields(SamplingParams)}
@@ -106,6 +106,13 @@ def output_fields(
             "num_cached_tokens": sample.cached_tokens,
         },
     }
+
+
+def scored_fields(token_ids: list[int], score: Score) -> dict[str, Any]:
+    """The fields of verl's `TokenOutput` for a teacher's score: each row is of the next token, and the last is none."""
+    ids, logprobs = [*token_ids[1:], 0], [*score.raw_logprobs[1:], 0.0]
+    extra = {"prompt_ids": [[token] for token in ids], "prompt_logprobs": [[value] for value in logprobs]}
+    return {"token_ids": [], "stop_reason": "completed", "extra_fields": extra}
 
 
 def routed_experts(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import collections
+import dataclasses
 import json
 import os
 import sys
@@ -18,6 +19,7 @@ from verl.utils import hf_processor, normalize_token_ids
 from verl.utils.fs import copy_to_local
 from verl.workers.rollout.replica import RolloutMode, TokenOutput
 
+from .._ratios import ratio_logprobs, ratio_returns
 from .._timeline import trace_events
 from .._token import read_token
 from ..aio import AsyncRolloutClient
@@ -25,7 +27,7 @@ from ..errors import FailedPrecondition, InvalidArgument, RolloutError
 from ..images import Pixels, processed_pixels
 from ..process import ServerProcess
 from ..routing import RoutingInfo
-from ._sampling import aborted_fields, output_fields, request_seed, routed_experts, sampling_params
+from ._sampling import aborted_fields, output_fields, request_seed, routed_experts, sampling_params, scored_fields
 from ._settings import Settings, command_line, find_binary
 
 LOG_LINES = 20
@@ -109,7 +111,8 @@ class RolloutServer:
 
         Returns:
             Tokens, log-probabilities, with `enable_rollout_routing_replay` the experts of prompt and tokens, and, in
-            `extra_fields`, the oldest and newest policy that sampled them.
+            `extra_fields`, the oldest and newest policy that sampled them. With `prompt_logprobs`, which verl sets for
+            a teacher, the scores of the prompt instead.
 
         Raises:
             RolloutError: the server's error.
@@ -117,8 +120,10 @@ class RolloutServer:
         for name, value in others.items():
             if value:
                 raise InvalidArgument(f"{name}: rollout-server takes token ids and images only")
-        images = await self._pixels(image_data or (), mm_processor_kwargs or {})
         prompt_ids = normalize_token_ids(prompt_ids)
+        if sampling_params.get("prompt_logprobs") is not None:
+            return await self._score(prompt_ids, sampling_params["prompt_logprobs"], image_data)
+        images = await self._pixels(image_data or (), mm_processor_kwargs or {})
         wanted = self._sampling(sampling_params, request_id, len(prompt_ids))
         while not self._open.is_set():
             if self._rejecting:
@@ -132,15 +137,24 @@ class RolloutServer:
                 images=[images],
                 return_text=False,
                 return_routing=self._routing is not None,
+                returns=ratio_returns(wanted),
                 request_id=request_id,
             )
         finally:
             self._running.discard(request_id)
         wanted_logprobs = sampling_params.get("logprobs")
         logprobs = wanted_logprobs is not None and wanted_logprobs is not False  # 0 requests those of sampled tokens
-        sample = output.samples[0]
+        sample = dataclasses.replace(output.samples[0], logprobs=ratio_logprobs(output.samples[0], wanted))
         experts = None if self._routing is None else routed_experts(output.routing, sample, *self._routing)
         return TokenOutput(**output_fields(sample, self._settings, logprobs, self._global_steps, experts))
+
+    async def _score(self, token_ids: list[int], top: int, images: Sequence[Any] | None) -> TokenOutput:
+        """A teacher's log-probabilities of a student's tokens."""
+        if top or images:
+            setting = f"prompt_logprobs={top}" if top else "image_data"
+            raise InvalidArgument(f"{setting}: a teacher scores the given tokens only, and none with images")
+        (score,) = await self._client.score([token_ids])
+        return TokenOutput(**scored_fields(token_ids, score))
 
     async def wake_up(self, tags: list[str] | None = None) -> None:
         """Wakes the server: all of it, or `weights`, or `kv_cache`."""

@@ -33,6 +33,8 @@ from rollout_client import FailedPrecondition, InvalidArgument, RolloutError, Se
 from serving import SMALL_CACHE, held, resident_bytes, wait_for
 
 LONG = {**SAMPLING, "max_tokens": 400}
+# As verl asks a teacher.
+SCORED = {"max_tokens": 1, "temperature": 1.0, "prompt_logprobs": 0, "detokenize": False}
 
 
 def test_verl_finds_the_rollout_by_its_name_alone():
@@ -69,6 +71,40 @@ def test_a_pushed_adapter_samples_with_the_log_probabilities_of_transformers(rol
     # verl pushes again without a step, after other models have used the memory.
     in_time(rollouts.push(model, step=None))
     assert versions(in_time(rollouts.generate())) == (4, 4)
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [{"top_p": 0.9}, {"top_p": 0.9, "temperature": 1.0, "repetition_penalty": 1.3}],
+    ids=["another temperature", "temperature 1"],
+)
+def test_log_probabilities_are_the_trainers_where_filters_are_on(rollouts, sampling):
+    """Of the whole vocabulary, as a trainer computes them, also of samples that were interrupted."""
+    model = adapted_model(seed=11)
+    in_time(rollouts.push(model, step=70))
+    sampling = {**LONG, **sampling}
+    _, outputs, late = in_time(interrupted(rollouts, sampling))
+    for output in [*outputs, late]:
+        assert len(output.log_probs) == 400
+        assert logprob_difference(model, output, sampling["temperature"]) < 1e-4
+
+
+def test_a_teacher_scores_the_tokens_of_a_student(running):
+    """As verl's AsyncTeacherLLMServerManager asks; the row of a token has the next one."""
+
+    async def steps():
+        server = server_alone(rollout_config(None, {"addresses": [running.address]}), RolloutMode.STANDALONE)
+        await server.launch_server()
+        output = await server.generate(PROMPT, dict(SCORED), "scored")
+        for given, media in [({"prompt_logprobs": 5}, {}), ({}, {"image_data": [b"x"]})]:
+            with pytest.raises(InvalidArgument, match="a teacher scores the given tokens only"):
+                await server.generate(PROMPT, {**SCORED, **given}, "refused", **media)
+        return output.extra_fields
+
+    fields = in_time(steps())
+    expected = running.client.score([PROMPT])[0].raw_logprobs
+    assert fields["prompt_ids"] == [[token] for token in [*PROMPT[1:], 0]]
+    assert fields["prompt_logprobs"] == [[value] for value in [*expected[1:], 0.0]]
 
 
 def test_full_weights_come_from_generators_of_both_kinds(full_rollouts):

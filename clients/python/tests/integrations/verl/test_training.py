@@ -6,13 +6,16 @@ import io
 
 import numpy as np
 from PIL import Image
-from training import STEPS, TWO_RANKS, ask, assert_on_policy, questions
+from training import STEPS, TEACHER, TWO_RANKS, ask, assert_on_policy, questions
 
 from models import write_vision_model
 
 
 def test_verls_trainer_runs_and_agrees_with_what_the_server_says(binary, tmp_path):
-    assert_on_policy(binary, tmp_path, questions(), TWO_RANKS)
+    """Its loss has a divergence from a teacher that a server of its own holds."""
+    steps = assert_on_policy(binary, tmp_path, questions(), TWO_RANKS | TEACHER)
+    differences = [step["actor/distillation/abs_loss"] for step in steps]
+    assert differences[0] < 1e-4 and differences[-1] > 1e-3, differences
 
 
 def test_verls_trainer_and_the_server_see_the_same_images(binary, tmp_path, rng):

@@ -76,6 +76,17 @@ TWO_RANKS = {
     "actor_rollout_ref.rollout.tensor_model_parallel_size": 2,
 }
 
+# A teacher, which is the model that the training begins with, on a rank of its own.
+TEACHER = {
+    "distillation.enabled": True,
+    "distillation.n_gpus_per_node": 1,
+    "distillation.nnodes": 1,
+    "distillation.teacher_models.teacher_model.model_path": MODEL,
+    "distillation.teacher_models.teacher_model.inference.tensor_model_parallel_size": 1,
+    "distillation.teacher_models.teacher_model.inference.gpu_memory_utilization": 0.2,
+    "+ray_kwargs.ray_init.num_gpus": 3,
+}
+
 
 def ask(question):
     return [{"role": "user", "content": question}]
@@ -134,7 +145,7 @@ def assert_on_policy(binary, tmp_path, prompts, model, without=()):
         "reward.custom_reward_function.path": tmp_path / "reward.py",
     }
     environment = {
-        "PYTHONPATH": str(Path(__file__).parent),
+        "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")]),
         "VERL_USE_EXTERNAL_MODULES": "cpu_platform",
         "VERL_PLATFORM": "cpu",
         BINARY_VARIABLE: str(binary),
