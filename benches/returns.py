@@ -50,6 +50,16 @@ def seconds(call: Callable[[], object]) -> float:
     return timed(call)[0]
 
 
+def sequences(outputs: list[PromptOutput]) -> list[list[int]]:
+    """The token ids of prompts and samples."""
+    return [[*output.prompt_token_ids, *sample.token_ids] for output in outputs for sample in output.samples]
+
+
+def score(client: RolloutClient, samples: list[list[int]]) -> None:
+    client.reset_prefix_cache()
+    client.score(samples)
+
+
 def policy_side(client: RolloutClient, prompts: list[list[int]], runs: int) -> list[Row]:
     """Entropies, supports and most likely tokens beside the same groups without them."""
     rows = []
@@ -70,17 +80,9 @@ def policy_side(client: RolloutClient, prompts: list[list[int]], runs: int) -> l
 def references(client: RolloutClient, model: Path, prompts: list[list[int]], runs: int) -> list[Row]:
     """References beside a Score of the same samples, and transformers' forward pass over them."""
     sampling = SamplingParams(max_tokens=GROUPS.new_tokens, ignore_eos=True, seed=1)
-    samples = [
-        [*output.prompt_token_ids, *sample.token_ids]
-        for output in generate(client, prompts, sampling, adapter=ADAPTER)
-        for sample in output.samples
-    ]
+    samples = sequences(generate(client, prompts, sampling, adapter=ADAPTER))
     theirs = transformers.AutoModelForCausalLM.from_pretrained(model, dtype=torch.bfloat16).eval()
     batch = torch.tensor(samples)
-
-    def score() -> None:
-        client.reset_prefix_cache()
-        client.score(samples)
 
     @torch.inference_mode()
     def forward() -> None:
@@ -92,7 +94,7 @@ def references(client: RolloutClient, model: Path, prompts: list[list[int]], run
         runs,
         lambda: seconds(lambda: generate(client, prompts, sampling, adapter=ADAPTER, returns=REFERENCES)),
         lambda: seconds(lambda: generate(client, prompts, sampling, adapter=ADAPTER)),
-        lambda: seconds(score),
+        lambda: seconds(lambda: score(client, samples)),
         lambda: seconds(forward),
     )
     added = [a - b for a, b in zip(with_, without, strict=True)]
@@ -108,26 +110,35 @@ def references(client: RolloutClient, model: Path, prompts: list[list[int]], run
     ]
 
 
+def kept_base(client: RolloutClient, prompts: list[list[int]], runs: int) -> list[Row]:
+    """The base below a merged adapter, for which a step runs the model twice, beside the same samples without it."""
+    client.push_lora(*random_adapter(client.parameters()))
+    sampling = SamplingParams(max_tokens=GROUPS.new_tokens, ignore_eos=True, seed=3)
+    samples = sequences(generate(client, prompts, sampling))
+    with_, without, scored = paired(
+        runs,
+        lambda: seconds(lambda: generate(client, prompts, sampling, returns=Returns(base=True))),
+        lambda: seconds(lambda: generate(client, prompts, sampling)),
+        lambda: seconds(lambda: score(client, samples)),
+    )
+    added = [a - b for a, b in zip(with_, without, strict=True)]
+    return [
+        ("W1 of a merged adapter with the base, s (beside: without)", with_, without, ""),
+        ("… the difference beside a Score of the same samples, s", added, scored, "≤ 1.1"),
+    ]
+
+
 def long_tail(client: RolloutClient, prompts: list[list[int]], runs: int) -> list[Row]:
     """The same where answers have lengths of a long tail, so that the last steps have few rows."""
     rng = Random(7)
     lengths = [min(int(rng.lognormvariate(0, TAIL_SPREAD) * TAIL_MEDIAN) + 1, 1000) for _ in prompts]
     sampling = [SamplingParams(max_tokens=length, ignore_eos=True, seed=i) for i, length in enumerate(lengths)]
-    samples = [
-        [*output.prompt_token_ids, *sample.token_ids]
-        for output in generate(client, prompts, sampling, adapter=ADAPTER)
-        for sample in output.samples
-    ]
-
-    def score() -> None:
-        client.reset_prefix_cache()
-        client.score(samples)
-
+    samples = sequences(generate(client, prompts, sampling, adapter=ADAPTER))
     with_, without, scored = paired(
         runs,
         lambda: seconds(lambda: generate(client, prompts, sampling, adapter=ADAPTER, returns=REFERENCES)),
         lambda: seconds(lambda: generate(client, prompts, sampling, adapter=ADAPTER)),
-        lambda: seconds(score),
+        lambda: seconds(lambda: score(client, samples)),
     )
     added = [a - b for a, b in zip(with_, without, strict=True)]
     title = (
@@ -147,7 +158,8 @@ def parse_args() -> argparse.Namespace:
 
 def main() -> int:
     args, load = parse_args(), os.getloadavg()[0]
-    flags = ["--dtype", "bfloat16", "--speculation", "off", "--mem-util", "0.4", "--max-adapters", "1", *args.flags]
+    flags = ["--dtype", "bfloat16", "--speculation", "off", "--mem-util", "0.4", "--max-adapters", "1", "--keep-base"]
+    flags += args.flags
     print(f"\n### Returns — {datetime.datetime.now(tz=datetime.timezone.utc):%Y-%m-%d}, commit {commit()}\n")
     print(f"{machine()}, load {load:.1f}; {args.model.name} in bfloat16; {args.runs} runs in turn.\n")
     print("| | ours | beside | ratio | aim |\n|---|---|---|---|---|")
@@ -161,6 +173,7 @@ def main() -> int:
             partial(policy_side, client, prompts),
             partial(references, client, args.model, prompts),
             partial(long_tail, client, many),
+            partial(kept_base, client, prompts),
         ]
         for part in parts:
             for title, ours, beside, aim in part(args.runs):

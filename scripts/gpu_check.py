@@ -94,6 +94,7 @@ STEPS = [
     Step("whole engines", "engines", ("engines::",)),
     Step("whole engines with images", "engines", ("images::",)),
     Step("experts of tokens, returned and given", "engines", ("routing::",), devices=4),
+    Step("the base below a merged adapter", "engines", ("kept_base::",), devices=4),
     Step("whole engines by FlashAttention", "engines", ("flash::",), is_optional=True),
     Step("whole engines by graphs", "engines", ("graphs::",)),
     Step("memory of whole engines", "engines", ("memory::",)),

@@ -127,6 +127,11 @@ pub struct Config {
     #[arg(long, help_heading = "Serving", env = "ROLLOUT_RETURN_ROUTING")]
     pub return_routing: bool,
 
+    /// Keep the base beside the weights into which an adapter is merged, so that requests may ask for scores under it
+    /// (`returns.base`). Takes as much memory as the weights.
+    #[arg(long, help_heading = "Serving", env = "ROLLOUT_KEEP_BASE")]
+    pub keep_base: bool,
+
     /// Maximum samples that wait; further requests fail with RESOURCE_EXHAUSTED.
     #[arg(
         long,

@@ -129,6 +129,8 @@ struct Layout {
     uses_graphs: bool,
     /// How the experts of a token are kept beside its KV, if they are.
     routing: Option<RoutingFormat>,
+    /// Whether the base below a merged adapter is kept.
+    keeps_base: bool,
     devices: Devices,
 }
 
@@ -231,6 +233,7 @@ fn model_facts(
 ) -> ModelFacts {
     ModelFacts {
         routing: model.experts.as_ref().map(|experts| routing_rules(layout, experts)),
+        keeps_base: config.keep_base,
         images: model.vision.map(|vision| image_rules(config, layout, vision)),
         names: config.served_names(),
         root: config.model.clone(),
@@ -342,6 +345,7 @@ impl Layout {
                 GraphsChoice::Off => false,
             },
             routing: routing.filter(|_| config.return_routing),
+            keeps_base: config.keep_base,
             devices,
         })
     }

@@ -5,17 +5,17 @@ use std::ops::Range;
 
 use sha2::{Digest, Sha256};
 
-use crate::types::{Prompt, PromptImage, TokenId};
+use crate::types::{PolicyWeights, Prompt, PromptImage, TokenId};
 
-/// The policy and the resident adapter that computed KV: its bits depend on them, besides the tokens. The hash
+/// The policy and those of its weights that computed KV: its bits depend on them, besides the tokens. The hash
 /// chain of a sequence starts from its salt, so cached blocks of one policy can never be found by another. A policy is
 /// named by an epoch and not by its version, since a trainer that starts again may use a version twice.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 pub struct CacheSalt {
     /// Number of the policy in this process. No number is used twice.
     pub epoch: u64,
-    /// Generation of the resident adapter, if the request uses one. No generation is used twice.
-    pub adapter: Option<u64>,
+    /// No generation of an adapter is used twice.
+    pub weights: PolicyWeights,
 }
 
 /// SHA-256 by which a full block is found in the prefix cache. It covers the block's tokens, images and forced
@@ -28,8 +28,10 @@ impl BlockHash {
     pub fn root(salt: CacheSalt) -> Self {
         let mut sha = Sha256::new();
         sha.update(salt.epoch.to_le_bytes());
-        if let Some(generation) = salt.adapter {
-            sha.update(generation.to_le_bytes());
+        match salt.weights {
+            PolicyWeights::Serving => {}
+            PolicyWeights::Adapter(generation) => sha.update(generation.to_le_bytes()),
+            PolicyWeights::Base => sha.update(b"base"),
         }
         Self(sha.finalize().into())
     }
@@ -113,33 +115,35 @@ impl HashChain {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::types::PolicyWeights::{Adapter, Base, Serving};
     use crate::types::{ForcedRouting, Picture};
 
     #[test]
     fn a_hash_depends_on_salt_parent_tokens_and_their_order() {
-        let chain = |epoch, adapter, blocks: &[[TokenId; 2]]| {
-            let mut chain = HashChain::new(CacheSalt { epoch, adapter });
+        let chain = |epoch, weights, blocks: &[[TokenId; 2]]| {
+            let mut chain = HashChain::new(CacheSalt { epoch, weights });
             blocks.iter().for_each(|b| chain.push(b, &Prompt::default()));
             *chain.as_slice().last().expect("blocks were pushed")
         };
         let variants = [
-            chain(1, None, &[[1, 2]]),
-            chain(2, None, &[[1, 2]]),
-            chain(1, Some(0), &[[1, 2]]),
-            chain(1, Some(1), &[[1, 2]]),
-            chain(1, None, &[[2, 1]]),
-            chain(1, None, &[[1, 2], [1, 2]]),
-            chain(1, None, &[[2, 1], [1, 2]]),
+            chain(1, Serving, &[[1, 2]]),
+            chain(2, Serving, &[[1, 2]]),
+            chain(1, Adapter(0), &[[1, 2]]),
+            chain(1, Adapter(1), &[[1, 2]]),
+            chain(1, Base, &[[1, 2]]),
+            chain(1, Serving, &[[2, 1]]),
+            chain(1, Serving, &[[1, 2], [1, 2]]),
+            chain(1, Serving, &[[2, 1], [1, 2]]),
         ];
         for (i, a) in variants.iter().enumerate() {
             for (j, b) in variants.iter().enumerate() {
                 assert_eq!(a == b, i == j, "variants {i} and {j}");
             }
         }
-        assert_eq!(variants[0], chain(1, None, &[[1, 2]]));
+        assert_eq!(variants[0], chain(1, Serving, &[[1, 2]]));
     }
 
-    const SALT: CacheSalt = CacheSalt { epoch: 3, adapter: None };
+    const SALT: CacheSalt = CacheSalt { epoch: 3, weights: Serving };
 
     /// Hashes of a prompt with pictures of these gray levels behind these placeholders.
     fn hashes(images: &[(u8, std::ops::Range<usize>)]) -> Vec<BlockHash> {

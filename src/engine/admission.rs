@@ -14,7 +14,7 @@ use crate::error::{Error, Result};
 use crate::executor::Executor;
 use crate::memory::{Level, human_bytes};
 use crate::text::Tokenizer;
-use crate::types::{Owner, RequestKey};
+use crate::types::{Owner, PolicyWeights, RequestKey};
 
 /// The requests that wait to be accepted: while nothing steps, while a drain waits for the accepted ones to end, for a
 /// newer policy, or for an adapter to be loaded.
@@ -148,8 +148,8 @@ impl Admission {
         key: RequestKey,
         mut request: RequestState,
     ) {
-        let accepted = check_policy(core, adapters, request.request()).and_then(|(adapter, references)| {
-            let salt = CacheSalt { epoch: core.policy.epoch(), adapter };
+        let accepted = check_policy(core, adapters, request.request()).and_then(|(weights, references)| {
+            let salt = CacheSalt { epoch: core.policy.epoch(), weights };
             core.scheduler.add(request.accept(key, salt, references, self.tokenizer.as_ref()))
         });
         match accepted {
@@ -163,7 +163,7 @@ impl Admission {
         for key in self.held.keys(|_, request| request.cancel().is_expired()) {
             // It ends like an accepted request, with samples that have no tokens.
             let mut request = self.held.remove(key).expect("its key was just found");
-            let salt = CacheSalt { epoch: core.policy.epoch(), adapter: None };
+            let salt = CacheSalt { epoch: core.policy.epoch(), weights: PolicyWeights::Serving };
             request.accept(key, salt, Vec::new(), self.tokenizer.as_ref());
             core.close(key, request, Ending::Aborted);
         }
@@ -247,13 +247,13 @@ fn wants_newer<X: Executor>(core: &EngineCore<X>, request: &RequestState) -> boo
     if_weight_version.is_none() && min_weight_version.is_some_and(|version| version > core.policy.version())
 }
 
-/// Checks that the request allows the serving policy, and returns the generations of the adapter that it names and of
-/// those of its references.
+/// Checks that the request allows the serving policy, and returns the weights that it samples with and those of its
+/// references.
 fn check_policy<X: Executor>(
     core: &EngineCore<X>,
     adapters: &mut Adapters,
     request: &ValidRequest,
-) -> Result<(Option<u64>, Vec<Option<u64>>)> {
+) -> Result<(PolicyWeights, Vec<PolicyWeights>)> {
     let have = core.policy.version();
     if let Some(wanted) = request.if_weight_version.filter(|&wanted| wanted != have) {
         return Err(Error::VersionConflict(format!(
@@ -261,12 +261,13 @@ fn check_policy<X: Executor>(
         )));
     }
     let mut find = |field: &str, name: &Option<String>| {
-        name.as_deref().map(|name| adapters.find_for_use(core, field, name)).transpose()
+        let generation = name.as_deref().map(|name| adapters.find_for_use(core, field, name)).transpose()?;
+        Ok(PolicyWeights::with_adapter(generation))
     };
-    let adapter = find("adapter", &request.adapter)?;
+    let weights = find("adapter", &request.adapter)?;
     let references = request.references.iter().enumerate();
     let references = references.map(|(i, name)| find(&reference_field(i), name));
-    Ok((adapter, references.collect::<Result<_>>()?))
+    Ok((weights, references.collect::<Result<_>>()?))
 }
 
 /// Suspends the accepted requests whose readers lag, and resumes those whose readers have caught up. If memory for

@@ -64,6 +64,7 @@ pub(super) struct EngineCore<X: Executor> {
 #[derive(Clone, Copy, Debug)]
 pub(super) struct AwakeBytes {
     pub weights: u64,
+    pub kept_base: u64,
     /// Bytes of each entry of [`MemoryUse::WITH_KV_CACHE`], in its order.
     pub cache: [u64; MemoryUse::WITH_KV_CACHE.len()],
 }
@@ -71,7 +72,11 @@ pub(super) struct AwakeBytes {
 impl AwakeBytes {
     pub fn of(budget: &MemoryBudget) -> Self {
         let reserved = |used_for| budget.reserved(used_for);
-        Self { weights: reserved(MemoryUse::Weights), cache: MemoryUse::WITH_KV_CACHE.map(reserved) }
+        Self {
+            weights: reserved(MemoryUse::Weights),
+            kept_base: reserved(MemoryUse::KeptBase),
+            cache: MemoryUse::WITH_KV_CACHE.map(reserved),
+        }
     }
 
     /// Reserves all of it, including parts that are already reserved.
@@ -90,6 +95,7 @@ impl AwakeBytes {
         if weights {
             ledger.free(MemoryUse::Offloaded);
             ledger.set(MemoryUse::Weights, self.weights)?;
+            ledger.set(MemoryUse::KeptBase, self.kept_base)?;
         }
         if kv_cache {
             for (used_for, bytes) in MemoryUse::WITH_KV_CACHE.into_iter().zip(self.cache) {

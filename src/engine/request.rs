@@ -33,6 +33,8 @@ pub struct ValidRequest {
     /// The policies under which finished samples are scored as well: names of resident adapters, and `None` for the
     /// policy without one. Empty for [`RequestKind::Score`].
     pub references: Vec<Option<String>>,
+    /// Whether finished samples are scored under the base below the merged adapter, which the server must keep.
+    pub scores_base: bool,
     /// Whether finished samples are scored under the policy that serves then, if another made some of their tokens.
     pub scores_current: bool,
     /// The encoding of the most likely tokens, if the reply has them in arrays.
@@ -167,7 +169,7 @@ impl Event {
             Self::PromptDone { logprobs, routing, .. } => logprobs.as_deref().map_or(0, tokens_bytes) + routing.len(),
             Self::Completion(c) => {
                 let text = c.text.as_ref().map_or(0, String::len);
-                let scores: usize = c.references.iter().chain(&c.current).map(PolicyScore::bytes).sum();
+                let scores: usize = c.references.iter().chain(&c.base).chain(&c.current).map(PolicyScore::bytes).sum();
                 tokens_bytes(&c.tokens) + size_of_val(&c.weight_versions[..]) + text + c.routing.len() + scores
             }
             Self::Done(_) | Self::Failed(_) => 0,
@@ -202,6 +204,8 @@ pub struct Completion {
     pub routing: Vec<u8>,
     /// The scores of `tokens` under [`ValidRequest::references`], in their order; empty if there was no time for them.
     pub references: Vec<PolicyScore>,
+    /// The score of `tokens` under the base, if [`ValidRequest::scores_base`] asks for it.
+    pub base: Option<PolicyScore>,
     /// The score of `tokens` under the policy that served last, if [`ValidRequest::scores_current`] asks for it.
     pub current: Option<PolicyScore>,
 }

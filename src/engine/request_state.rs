@@ -18,7 +18,8 @@ use crate::observe::{Metrics, SampleEnd};
 use crate::scheduler::{Group, GroupKind};
 use crate::text::Tokenizer;
 use crate::types::{
-    FinishReason, GroupKey, Owner, RequestKey, SampleKey, SamplingParams, TokenLogprobs, WeightVersion, sample_seed,
+    FinishReason, GroupKey, Owner, PolicyWeights, RequestKey, SampleKey, SamplingParams, TokenLogprobs, WeightVersion,
+    sample_seed,
 };
 
 /// State of a request between its arrival and its terminal event. It is held until [`RequestState::accept`] is called.
@@ -120,8 +121,8 @@ impl RequestState {
         }
     }
 
-    /// Makes the samples, and returns the groups to give to the scheduler. `references` are the generations of the
-    /// adapters of its references.
+    /// Makes the samples, and returns the groups to give to the scheduler. `references` are the weights of its
+    /// references.
     ///
     /// # Panics
     /// If it has stop strings or asks for text and there is no tokenizer. The server rejects such requests.
@@ -129,12 +130,13 @@ impl RequestState {
         &mut self,
         key: RequestKey,
         salt: CacheSalt,
-        references: Vec<Option<u64>>,
+        references: Vec<PolicyWeights>,
         tokenizer: Option<&Arc<Tokenizer>>,
     ) -> Vec<Group> {
-        (self.is_accepted, self.adapter) = (true, salt.adapter);
+        (self.is_accepted, self.adapter) = (true, salt.weights.adapter());
         let prompts = std::mem::take(&mut self.request.prompts);
-        self.rescoring = Rescoring::new(key, &prompts, salt.adapter, references, self.request.scores_current);
+        let scores = (self.request.scores_base, self.request.scores_current);
+        self.rescoring = Rescoring::new(key, &prompts, salt.weights, references, scores);
         if self.request.kind == RequestKind::Score {
             self.scores_left = prompts.len();
         }
@@ -476,6 +478,7 @@ impl RequestState {
             cached_tokens: sample.cached_tokens,
             routing: sample.routing,
             references: Vec::new(),
+            base: None,
             current: None,
         };
         let own = self.request.prompt_sampling.get(&prompt_index);

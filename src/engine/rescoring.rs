@@ -1,4 +1,5 @@
-//! FinishedSample samples that wait for their scores under other policies: references, and the policy that serves now.
+//! Finished samples that wait for their scores under other policies: references, the base, and the policy that serves
+//! now.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -6,7 +7,9 @@ use std::sync::Arc;
 use super::request::{Completion, PolicyScore};
 use crate::cache::CacheSalt;
 use crate::scheduler::{Group, GroupKind};
-use crate::types::{GroupKey, Prompt, RequestKey, SamplingParams, TokenId, TokenLogprobs, WeightVersion};
+use crate::types::{
+    GroupKey, PolicyWeights, Prompt, RequestKey, SamplingParams, TokenId, TokenLogprobs, WeightVersion,
+};
 
 /// A sample that has ended.
 pub(super) struct FinishedSample {
@@ -21,10 +24,11 @@ pub(super) struct FinishedSample {
 pub(super) struct Rescoring {
     request: RequestKey,
     prompts: Vec<Prompt>,
-    /// Generation of the adapter that the request uses.
-    adapter: Option<u64>,
-    /// Generations of the references' adapters; `None` for the policy without one.
-    references: Vec<Option<u64>>,
+    /// The weights that the request samples with.
+    weights: PolicyWeights,
+    references: Vec<PolicyWeights>,
+    /// Whether samples are scored under the base.
+    base: bool,
     /// Whether samples are scored under the policy that serves when they end, if another made some of their tokens.
     current: bool,
     /// The samples that have ended since the last call of [`Rescoring::start`].
@@ -54,15 +58,16 @@ impl Rescoring {
     pub fn new(
         request: RequestKey,
         prompts: &[Prompt],
-        adapter: Option<u64>,
-        references: Vec<Option<u64>>,
-        current: bool,
+        weights: PolicyWeights,
+        references: Vec<PolicyWeights>,
+        (base, current): (bool, bool),
     ) -> Option<Self> {
-        (current || !references.is_empty()).then(|| Self {
+        (base || current || !references.is_empty()).then(|| Self {
             request,
             prompts: prompts.to_vec(),
-            adapter,
+            weights,
             references,
+            base,
             current,
             finished: Vec::new(),
             next_group: prompts.len() as u32,
@@ -72,7 +77,7 @@ impl Rescoring {
 
     /// Generations of the adapters that are references.
     pub fn adapters(&self) -> impl Iterator<Item = u64> {
-        self.references.iter().flatten().copied()
+        self.references.iter().filter_map(|reference| reference.adapter())
     }
 
     /// Number of samples that have ended and have not been sent.
@@ -98,9 +103,11 @@ impl Rescoring {
             completion.current = Some(PolicyScore { logprobs, weight_version: version });
         }
         let at_temperature = Arc::new(at_temperature(&sample.params));
-        let mut policies: Vec<_> = self.references.iter().map(|adapter| (*adapter, at_temperature.clone())).collect();
+        let base = self.base.then_some(PolicyWeights::Base);
+        let references = self.references.iter().copied().chain(base);
+        let mut policies: Vec<_> = references.map(|weights| (weights, at_temperature.clone())).collect();
         if self.current && !is_of_current {
-            policies.push((self.adapter, Arc::new(distribution(&sample.params))));
+            policies.push((self.weights, Arc::new(distribution(&sample.params))));
         }
         if policies.is_empty() || completion.tokens.is_empty() {
             return Start::Done(sample);
@@ -111,11 +118,11 @@ impl Rescoring {
         let tokens: Vec<TokenId> = prompt.tokens.iter().copied().chain(sampled).collect();
         let (scored_from, first) = (prompt.tokens.len() - 1, self.next_group);
         let sequence = Prompt { tokens: tokens.into(), logprob_token_ids: Arc::default(), ..prompt.clone() };
-        let groups = (first..).zip(policies).map(|(prompt_index, (adapter, params))| Group {
+        let groups = (first..).zip(policies).map(|(prompt_index, (weights, params))| Group {
             key: GroupKey { request: self.request, prompt_index },
             prompt: sequence.clone(),
             params,
-            salt: CacheSalt { epoch, adapter },
+            salt: CacheSalt { epoch, weights },
             kind: GroupKind::Score { scored_from },
             grammar: None,
             returns_routing: false,
@@ -137,9 +144,13 @@ impl Rescoring {
         let logprobs = logprobs.iter().map(|token| (token.raw, token.processed)).collect();
         let score = PolicyScore { logprobs, weight_version: version };
         let completion = &mut waiting.sample.completion;
-        match completion.references.get_mut((group.prompt_index - first) as usize) {
-            Some(reference) => *reference = score,
-            None => completion.current = Some(score),
+        let index = (group.prompt_index - first) as usize;
+        if let Some(reference) = completion.references.get_mut(index) {
+            *reference = score;
+        } else if self.base && index == self.references.len() {
+            completion.base = Some(score);
+        } else {
+            completion.current = Some(score);
         }
         waiting.left -= 1;
         if waiting.left > 0 { None } else { self.waiting.remove(&first).map(|waiting| waiting.sample) }
@@ -149,6 +160,7 @@ impl Rescoring {
     pub fn give_up(&mut self) -> Vec<FinishedSample> {
         let waiting = std::mem::take(&mut self.waiting).into_values().map(|Waiting { mut sample, .. }| {
             sample.completion.references.clear();
+            sample.completion.base = None;
             sample
         });
         std::mem::take(&mut self.finished).into_iter().chain(waiting).collect()

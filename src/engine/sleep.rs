@@ -72,6 +72,7 @@ impl Sleep {
         };
         let weights = release_weights(core, level)?;
         core.budget.lower(MemoryUse::Weights, weights.kept);
+        core.budget.free(MemoryUse::KeptBase);
         core.state = next;
         let reply = SleepReply {
             weights_bytes: spare + weights.freed,
@@ -97,9 +98,10 @@ impl Sleep {
     /// update may take that room, and a wake then waits for its end.
     pub fn check_integrity<X: Executor>(&self, core: &EngineCore<X>, updates: &Updates) {
         let reserved = |used_for| core.budget.reserved(used_for);
-        let AwakeBytes { weights, cache } = self.awake;
+        let AwakeBytes { weights, kept_base, cache } = self.awake;
         if core.state.weights_awake() {
             assert_eq!(reserved(MemoryUse::Weights), weights, "the entry of weights that are awake");
+            assert_eq!(reserved(MemoryUse::KeptBase), kept_base, "the entry of the base below a merged adapter");
             assert_eq!(reserved(MemoryUse::Offloaded), 0, "bytes are offloaded of weights that are awake");
         }
         let expected = if core.state.kv_awake() { cache } else { [0; MemoryUse::WITH_KV_CACHE.len()] };

@@ -215,6 +215,10 @@ impl Updates {
     /// overwritten.
     fn apply_lora<X: Executor>(&self, core: &mut EngineCore<X>, after: Arc<Adapter>) -> Attempt<()> {
         let before = core.policy.merged();
+        if let Some(name) = after.parameters().find(|name| self.awake.kept_base > 0 && is_of_tower(name)) {
+            let message = "--keep-base keeps no embeddings of the base's vision tower; leave it out of the adapter";
+            return Err(Failure::Refused(Error::invalid(name, message)));
+        }
         if core.state.weights_awake() && !core.state.has_policy() {
             let ledger = self.ledger_with(core, &after, 0).map_err(Failure::Refused)?;
             let order = WeightOrder::Load { adapter: after.clone() };

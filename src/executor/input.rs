@@ -40,7 +40,7 @@ impl FlatBatch {
             let end = sequence.start + sequence.tokens.len();
             assert!(sequence.block_table.len() * block_size >= end, "the block table ends before position {end}");
             self.tokens.extend_from_slice(&sequence.tokens);
-            self.adapters.resize(self.tokens.len(), sequence.adapter);
+            self.adapters.resize(self.tokens.len(), sequence.weights.adapter());
             match axes {
                 1 => self.positions.extend(sequence.start as u32..end as u32),
                 _ => self.positions.extend(sequence.positions().flatten()),
@@ -177,7 +177,7 @@ fn sampling_task<'a>(task: &'a LogitsTask, named: &'a [TokenId], forbidden: &'a 
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::types::{ForcedRouting, LogitsRow, PlanSequence, Prompt};
+    use crate::types::{ForcedRouting, LogitsRow, PlanSequence, PolicyWeights, Prompt};
 
     #[test]
     fn rows_follow_the_plan_and_slots_the_block_tables() {
@@ -192,7 +192,7 @@ mod tests {
                     prompt: Prompt::default(),
                     embeddings: Vec::new(),
                     block_table: vec![5, 2],
-                    adapter: None,
+                    weights: PolicyWeights::Serving,
                     logits: logits(2),
                 },
                 PlanSequence {
@@ -201,7 +201,7 @@ mod tests {
                     prompt: Prompt::default(),
                     embeddings: Vec::new(),
                     block_table: vec![1, 0, 6],
-                    adapter: Some(6),
+                    weights: PolicyWeights::Adapter(6),
                     logits: logits(0),
                 },
             ],

@@ -18,7 +18,7 @@ use crate::model::{
     AdapterDeltas, Decoder, ForwardContext, LOGITS_ROWS, PlacedEmbeddings, TowerShape, TowerWorkspace, Workspace,
     WorkspaceShape, routing,
 };
-use crate::types::{LogitsRow, PictureEncode, StepOutput, StepPlan};
+use crate::types::{LogitsRow, PictureEncode, PlanSequence, StepOutput, StepPlan};
 use crate::weights::ShadowShard;
 
 /// One rank of the model: operators, weights, KV cache, workspace, and its end of the communicator.
@@ -96,6 +96,22 @@ impl ModelRunner {
         if let Some(encode) = &plan.encode {
             self.encode(encode)?;
         }
+        if !plan.sequences.iter().any(PlanSequence::runs_base) {
+            return self.compute(plan);
+        }
+        let of = |base| {
+            let sequences = plan.sequences.iter().filter(|sequence| sequence.runs_base() == base);
+            StepPlan { sequences: sequences.cloned().collect(), ..StepPlan::default() }
+        };
+        let serving = self.compute(&of(false))?;
+        self.weights.exchange_base()?;
+        let base = self.compute(&of(true));
+        self.weights.exchange_base()?;
+        Ok(interleave(plan, serving, base?))
+    }
+
+    /// Computes the sequences of a plan, all under the weights that the model has now.
+    fn compute(&mut self, plan: &StepPlan) -> Result<StepOutput> {
         if plan.sequences.is_empty() {
             return Ok(StepOutput::default());
         }
@@ -198,14 +214,14 @@ impl ModelRunner {
     }
 
     /// How a step may be padded for a CUDA graph, or `None` if it cannot be one: in a graph every sequence has one row,
-    /// no row is an image's or forced to experts, and all rows have the same adapter or none, which is the graph's
-    /// variant. The same on all ranks.
+    /// no row is an image's, forced to experts or run by the base, and all rows have the same adapter or none, which is
+    /// the graph's variant. The same on all ranks.
     fn padding(&self, plan: &StepPlan) -> Option<Padding> {
         let has_one_row_each =
             !plan.is_empty() && plan.sequences.iter().all(|s| s.tokens.len() == 1 && s.embeddings.is_empty());
         let has_one_adapter = self.batch.adapters.windows(2).all(|rows| rows[0] == rows[1]);
         let WorkspaceShape { config, max_batch_tokens, .. } = &self.workspace_shape;
-        let is_free = !plan.has_forced_experts();
+        let is_free = !plan.has_forced_experts() && !plan.sequences.iter().any(PlanSequence::runs_base);
         (self.uses_graphs && has_one_row_each && has_one_adapter && is_free).then(|| Padding {
             most_rows: *max_batch_tokens,
             vocabulary: config.vocab_size,
@@ -317,6 +333,23 @@ impl Head<'_> {
         }
         Ok(())
     }
+}
+
+/// The answers of a plan, in its order, from those of its sequences that run the serving weights and of those that run
+/// the base.
+fn interleave(plan: &StepPlan, mut serving: StepOutput, mut base: StepOutput) -> StepOutput {
+    let mut failed = std::mem::take(&mut serving.failed);
+    failed.append(&mut base.failed);
+    let row_bytes = (serving.routing.len() + base.routing.len()) / plan.num_tokens();
+    let mut parts = [serving, base].map(|output| (output.tokens.into_iter(), output.routing.into_iter()));
+    let mut output = StepOutput { failed, ..StepOutput::default() };
+    for sequence in &plan.sequences {
+        let (tokens, routing) = &mut parts[usize::from(sequence.runs_base())];
+        let tasks = sequence.logits.iter().map(|row| row.tasks.len()).sum();
+        output.tokens.extend(tokens.by_ref().take(tasks));
+        output.routing.extend(routing.by_ref().take(row_bytes * sequence.tokens.len()));
+    }
+    output
 }
 
 /// Waits for the answers to `rows` of the plan and appends them to `output`.

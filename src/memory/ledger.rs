@@ -14,6 +14,8 @@ pub enum MemoryUse {
     Context,
     /// The serving weights of all ranks.
     Weights,
+    /// The base below the merged adapter, kept for steps that run it.
+    KeptBase,
     /// Activations of one step.
     Workspace,
     /// Activations of a vision tower for one picture.
@@ -54,10 +56,11 @@ pub(super) enum Home {
 }
 
 impl MemoryUse {
-    pub const ALL: [Self; 18] = [
+    pub const ALL: [Self; 19] = [
         Self::Process,
         Self::Context,
         Self::Weights,
+        Self::KeptBase,
         Self::Workspace,
         Self::TowerWorkspace,
         Self::Embeddings,
@@ -85,6 +88,7 @@ impl MemoryUse {
             Self::Process => "process",
             Self::Context => "context",
             Self::Weights => "weights",
+            Self::KeptBase => "kept_base",
             Self::Workspace => "workspace",
             Self::TowerWorkspace => "tower_workspace",
             Self::Embeddings => "embeddings",
@@ -117,6 +121,7 @@ impl MemoryUse {
             | Self::Offloaded => Home::Host,
             Self::Context
             | Self::Weights
+            | Self::KeptBase
             | Self::Workspace
             | Self::TowerWorkspace
             | Self::Embeddings

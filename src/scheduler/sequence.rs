@@ -238,7 +238,8 @@ impl Sequence {
         let tokens = self.copy_tokens(start, end);
         let block_table = self.table.as_slice().to_vec();
         let prompt = self.prompt.clone();
-        PlanSequence { start, tokens, prompt, embeddings: Vec::new(), block_table, adapter: self.salt.adapter, logits }
+        let weights = self.salt.weights;
+        PlanSequence { start, tokens, prompt, embeddings: Vec::new(), block_table, weights, logits }
     }
 
     fn task(&self, seed: u64, offset: u32, target: Option<TokenId>) -> LogitsTask {

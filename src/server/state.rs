@@ -77,6 +77,8 @@ pub struct ModelFacts {
     pub images: Option<ImageRules>,
     /// The experts that tokens take; `None` for a dense model.
     pub routing: Option<RoutingRules>,
+    /// Whether the base below a merged adapter is kept, so that requests may ask for scores under it.
+    pub keeps_base: bool,
     /// The configuration of the tokenizer and the chat template, as JSON; empty without a tokenizer.
     pub tokenizer_info: Bytes,
 }

@@ -150,11 +150,13 @@ fn fixed_entries(
     });
     let kept_experts = routing_shape(&layout.workspace(model, 0)).map_or(0, |shape| shape.kept_bytes());
     let logits = LOGITS_ROWS * model.vocab_size * size_of::<f32>();
+    let weights = models.iter().map(Parameterized::bytes).sum();
     let driver = if devices.have_own_memory() { DRIVER_BYTES } else { 0 };
     let entries = [
         (MemoryUse::Process, PROCESS_BYTES + tls_bytes(config) + driver),
         (MemoryUse::Context, devices.context_bytes(world)),
-        (MemoryUse::Weights, models.iter().map(Parameterized::bytes).sum()),
+        (MemoryUse::Weights, weights),
+        (MemoryUse::KeptBase, if config.keep_base { weights } else { 0 }),
         (MemoryUse::Workspace, (activations + scratch) * world as u64),
         (MemoryUse::TowerWorkspace, of_tower(TowerShape::workspace_bytes)),
         (MemoryUse::Embeddings, of_tower(TowerShape::embedding_bytes)),

@@ -74,6 +74,7 @@ impl Ingredients {
         let ops = build.device.ops();
         let loaded = |bytes| progress.add(bytes);
         let weights = RankWeights::load(&ops, weights, build.clone(), checkpoint.clone(), &loaded)?;
+        let weights = if layout.keeps_base { weights.keep_base() } else { weights };
         let kv = kv_caches(model, &build, layout.kv, *blocks, layout.block_size);
         let join = || communicator.join(layout.devices.of_rank(rank), rank, layout.world);
         let tower = layout.tower(model, rank);

@@ -14,8 +14,8 @@ mod tool_calls;
 pub use mask::TokenMask;
 pub use picture::{Picture, PictureHash};
 pub use plan::{
-    BlockCopy, BlockId, EmbeddingRows, History, LogitsRow, LogitsTask, PictureEncode, PlanSequence, StepOutput,
-    StepPlan,
+    BlockCopy, BlockId, EmbeddingRows, History, LogitsRow, LogitsTask, PictureEncode, PlanSequence, PolicyWeights,
+    StepOutput, StepPlan,
 };
 pub use prompt::{Prompt, PromptImage};
 pub use rollout_kernels::{Distribution, TaskReturns, TokenLogprobs};

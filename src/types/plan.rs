@@ -57,10 +57,37 @@ pub struct PlanSequence {
     pub embeddings: Vec<EmbeddingRows>,
     /// Blocks of `[0, start + tokens.len())`, in order.
     pub block_table: Vec<BlockId>,
-    /// Generation of the resident adapter that is applied to these tokens, if any.
-    pub adapter: Option<u64>,
+    /// The weights that run these tokens.
+    pub weights: PolicyWeights,
     /// The tokens whose logits are needed, ascending by `offset`.
     pub logits: Vec<LogitsRow>,
+}
+
+/// The weights of one policy among those that an executor holds.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+pub enum PolicyWeights {
+    /// The serving weights.
+    #[default]
+    Serving,
+    /// The serving weights with the resident adapter of this generation.
+    Adapter(u64),
+    /// The base below the adapter that is merged into the serving weights.
+    Base,
+}
+
+impl PolicyWeights {
+    /// The serving weights, with an adapter if there is one.
+    pub fn with_adapter(generation: Option<u64>) -> Self {
+        generation.map_or(Self::Serving, Self::Adapter)
+    }
+
+    /// The generation of the resident adapter.
+    pub fn adapter(self) -> Option<u64> {
+        match self {
+            Self::Adapter(generation) => Some(generation),
+            Self::Serving | Self::Base => None,
+        }
+    }
 }
 
 /// The logits of one token, and the tasks that use them.
@@ -122,6 +149,11 @@ pub struct StepOutput {
 }
 
 impl PlanSequence {
+    /// Whether its tokens run with the base.
+    pub fn runs_base(&self) -> bool {
+        self.weights == PolicyWeights::Base
+    }
+
     /// Rotary position of each of `tokens`.
     pub fn positions(&self) -> impl Iterator<Item = [u32; 3]> {
         (self.start..self.start + self.tokens.len()).map(|index| self.prompt.position(index))

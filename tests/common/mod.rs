@@ -95,6 +95,7 @@ impl Engine {
             grammar: request.grammar,
             prompt_sampling: request.own,
             references: request.references,
+            scores_base: request.scores_base,
             scores_current: request.scores_current,
             top_arrays: None,
             return_routing: format.filter(|_| request.return_routing),

@@ -18,6 +18,7 @@ mod failures;
 mod flash;
 mod graphs;
 mod images;
+mod kept_base;
 mod large;
 mod memory;
 mod ranks;

@@ -6,6 +6,7 @@ mod common;
 mod checkpoint;
 mod equalities;
 mod images;
+mod kept_base;
 mod oracle;
 mod parity;
 mod rescoring;

@@ -155,6 +155,7 @@ impl World {
             grammar: None,
             prompt_sampling: BTreeMap::new(),
             references: Vec::new(),
+            scores_base: false,
             scores_current: false,
             top_arrays: None,
             return_routing: None,

@@ -148,8 +148,8 @@ impl Device {
 
     /// Runs the tokens of one sequence, and answers its tasks.
     fn run(&mut self, sequence: &PlanSequence, answers: &mut Vec<TokenLogprobs>) {
-        let computer = self.computer(sequence.adapter);
-        let generation = sequence.adapter.unwrap_or(0);
+        let computer = self.computer(sequence.weights.adapter());
+        let generation = sequence.weights.adapter().unwrap_or(0);
         let place =
             |p: usize| sequence.block_table[p / self.block_size] as usize * self.block_size + p % self.block_size;
         // Samples that have tokens may keep KV of an earlier policy.

@@ -12,7 +12,7 @@ from serving import FIXTURES, SMALL_CACHE
 from vllm_answers import ask
 
 PROMPT = [5, 6, 7, 8]
-RETURNS = {"entropy": True, "support": True, "references": ["tuned", ""], "current": True}
+RETURNS = {"entropy": True, "support": True, "references": ["tuned", ""], "base": True, "current": True}
 BODY = {"max_tokens": 6, "n": 2, "seed": 3, "temperature": 0.8, "top_p": 0.9, "ignore_eos": True, "returns": RETURNS}
 ROUTES = {
     "/v1/completions": {**BODY, "prompt": PROMPT},
@@ -23,7 +23,7 @@ ROUTES = {
 @pytest.fixture(scope="module")
 def served(binary):
     """A server with a resident adapter, and a client of it."""
-    flags = [*SMALL_CACHE, "--mem-util", "0.2", "--dtype", "float32", "--max-adapters", "1"]
+    flags = [*SMALL_CACHE, "--mem-util", "0.2", "--dtype", "float32", "--max-adapters", "1", "--keep-base"]
     tuned = FIXTURES / "peft" / "plain"
     with ServerProcess(binary, FIXTURES / "llama-tied", flags) as server, RolloutClient(server.address) as client:
         config = (tuned / "adapter_config.json").read_text()
@@ -39,7 +39,7 @@ def same(given, expected):
 def test_choices_have_what_grpc_returns(served, route):
     server, client = served
     sampling = SamplingParams(max_tokens=6, seed=3, temperature=0.8, top_p=0.9, ignore_eos=True)
-    returns = Returns(entropy=True, support=True, references=["tuned", None], current=True)
+    returns = Returns(entropy=True, support=True, references=["tuned", None], base=True, current=True)
     [output] = client.generate([PROMPT], 2, sampling, return_text=False, returns=returns)
     answer = ask(server.http_address, "POST", route, ROUTES[route])
     assert answer.status == 200, answer
@@ -49,8 +49,8 @@ def test_choices_have_what_grpc_returns(served, route):
         assert found["support_sizes"] == expected.support_sizes.tolist()
         assert found["support_ids"] == [ids.tolist() for ids in expected.support_ids]
         assert same(found["support_log_masses"], expected.support_log_masses)
-        policies = [*found["references"], found["current"]]
-        for given, score in zip(policies, [*sample.references, sample.current], strict=True):
+        policies = [*found["references"], found["base"], found["current"]]
+        for given, score in zip(policies, [*sample.references, sample.base, sample.current], strict=True):
             assert given["weight_version"] == score.weight_version
             assert same(given["logprobs"], score.logprobs) and same(given["raw_logprobs"], score.raw_logprobs)
 

@@ -203,6 +203,22 @@ def test_references_and_the_current_policy_score_the_samples(binary):
                 assert given.logprobs.tobytes() == np.float32(score.logprobs[first:]).tobytes()
 
 
+def test_the_base_scores_the_samples_of_a_merged_adapter(binary):
+    """Its scores are what `score` says of the samples once the adapter is taken out."""
+    tuned = FIXTURES / "peft" / "plain"
+    with server(binary, FIXTURES / "llama-tied", "--dtype", "float32", "--keep-base") as client:
+        config = (tuned / "adapter_config.json").read_text()
+        client.push_lora(read_safetensors(tuned / "adapter_model.safetensors"), config)
+        outputs = client.generate(PROMPTS, 2, SAMPLING, return_text=False, returns=Returns(base=True))
+        client.push_lora(None)
+        for output, prompt in zip(outputs, PROMPTS, strict=True):
+            for sample in output.samples:
+                [score] = client.score([[*prompt, *sample.token_ids]], sampling=SamplingParams(temperature=0.8))
+                assert sample.base.raw_logprobs.tobytes() == np.float32(score.raw_logprobs[len(prompt) :]).tobytes()
+                assert sample.base.logprobs.tobytes() == np.float32(score.logprobs[len(prompt) :]).tobytes()
+                assert sample.base.raw_logprobs.tobytes() != np.float32(sample.raw_logprobs).tobytes()
+
+
 def test_policies_that_cannot_score_are_rejected(served):
     with pytest.raises(NotFound, match=r'returns.references\[1\]: "nobody" is not resident'):
         served.generate([[1]], returns=Returns(references=[None, "nobody"]), return_text=False)
@@ -215,6 +231,10 @@ def test_policies_that_cannot_score_are_rejected(served):
         served.generate([[1]], sampling=penalty, returns=Returns(current=True), return_text=False)
     with pytest.raises(InvalidArgument, match=r"returns.references: Score has none"):
         served.score([[1, 2]], returns=Returns(references=[None]))
+    with pytest.raises(InvalidArgument, match=r"returns.base: the server does not keep the base .* --keep-base"):
+        served.generate([[1]], returns=Returns(base=True), return_text=False)
+    with pytest.raises(InvalidArgument, match=r"returns.base: Score has none"):
+        served.score([[1, 2]], returns=Returns(base=True))
     with pytest.raises(InvalidArgument, match=r"returns.current: Score is always under the policy that serves"):
         served.score([[1, 2]], returns=Returns(current=True))
 

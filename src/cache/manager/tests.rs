@@ -62,7 +62,7 @@ struct Live {
 }
 
 fn chain_of(salt: u64, tokens: &[TokenId]) -> HashChain {
-    let mut chain = HashChain::new(CacheSalt { epoch: salt, adapter: None });
+    let mut chain = HashChain::new(CacheSalt { epoch: salt, ..CacheSalt::default() });
     tokens.chunks_exact(BLOCK_SIZE).for_each(|block| chain.push(block, &Prompt::default()));
     chain
 }

@@ -54,7 +54,8 @@ fn requests_of_several_adapters_run_in_one_step_and_share_no_kv() {
     }
     let [x, y] = ["x", "y"].map(|name| rig.submit(ask_with(name, name, 4)));
     let base = rig.submit(ask("base", 9, 4));
-    let mut planned = rig.engine.core.scheduler.schedule().sequences.into_iter().map(|s| s.adapter).collect::<Vec<_>>();
+    let mut planned =
+        rig.engine.core.scheduler.schedule().sequences.into_iter().map(|s| s.weights.adapter()).collect::<Vec<_>>();
     planned.sort();
     assert_eq!(planned[1..], [Some(1), Some(2)], "of the base's prompt eight of nine tokens have to wait");
     drop((x, y, base));

@@ -113,7 +113,10 @@ impl Executor for Fake {
         }
         self.oldest_kv.clear();
         for sequence in &plan.sequences {
-            assert!(sequence.adapter.is_none_or(|generation| self.adapters.contains(&generation)), "no such adapter");
+            assert!(
+                sequence.weights.adapter().is_none_or(|generation| self.adapters.contains(&generation)),
+                "no such adapter"
+            );
             let slot = |p: usize| sequence.block_table[p / BLOCK_SIZE] as usize * BLOCK_SIZE + p % BLOCK_SIZE;
             let end = sequence.start + sequence.tokens.len();
             (sequence.start..end).for_each(|p| self.slots[slot(p)] = Some(self.policy));

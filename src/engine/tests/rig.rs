@@ -103,6 +103,7 @@ pub fn ask(id: &str, prompt: usize, max_tokens: u32) -> (GenerateCommand, Asked)
         grammar: None,
         prompt_sampling: BTreeMap::new(),
         references: Vec::new(),
+        scores_base: false,
         scores_current: false,
         top_arrays: None,
         return_routing: None,

@@ -152,6 +152,7 @@ impl Fixture {
             grammar: None,
             prompt_sampling: BTreeMap::new(),
             references: Vec::new(),
+            scores_base: false,
             scores_current: false,
             top_arrays: None,
             return_routing: None,

@@ -14,8 +14,8 @@ use crate::executor::{Executor, ModelRunner, RankWeights, Ranks};
 use crate::model::config::ModelConfig;
 use crate::model::{Build, Model, ModelLimits, ParamSlot, Parameterized, TowerShape, WorkspaceShape, kv_caches};
 use crate::types::{
-    Distribution, GroupKey, LogitsRow, LogitsTask, PlanSequence, Prompt, RequestKey, SampleKey, SamplingParams,
-    StepPlan,
+    Distribution, GroupKey, LogitsRow, LogitsTask, PlanSequence, PolicyWeights, Prompt, RequestKey, SampleKey,
+    SamplingParams, StepPlan,
 };
 use crate::weights::{
     Adapter, Checkpoint, DeclaredPush, Delta, Dtype, ModelSource, ParamSpec, Parameters, Partition, ReceiveMode,
@@ -376,7 +376,7 @@ pub fn sequence(number: usize, tokens: &[u32], adapter: Option<u64>) -> PlanSequ
         prompt: Prompt::from_tokens(tokens),
         embeddings: Vec::new(),
         block_table: (0..blocks).map(|b| (number * 4 + b) as u32).collect(),
-        adapter,
+        weights: PolicyWeights::with_adapter(adapter),
         logits: (0..tokens.len()).map(|offset| LogitsRow { offset, tasks: vec![task(offset)] }).collect(),
     }
 }

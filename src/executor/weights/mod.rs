@@ -5,9 +5,11 @@
 //! leave no trace.
 //!
 //! `merge` writes parameters, with an adapter or without; `patch` writes single elements; `shadow` has the storage of a
-//! FULL push; `integrity` checks that the checkpoint is still the one that was loaded.
+//! FULL push; `kept_base` has the base beside what serves, for steps that run it; `integrity` checks that the
+//! checkpoint is still the one that was loaded.
 
 mod integrity;
+mod kept_base;
 mod merge;
 mod patch;
 mod shadow;
@@ -19,6 +21,7 @@ use std::sync::Arc;
 use rollout_kernels::{DeviceError, Matrix, Ops, StorageDtype, TensorData};
 
 use integrity::CheckpointBase;
+use kept_base::KeptBase;
 use merge::{LocalParameter, RowGather, tensor_rows};
 
 use super::{Released, WeightOrder};
@@ -33,6 +36,8 @@ pub struct RankWeights {
     bases: Bases,
     /// Parameters that were released and have no value since.
     missing: HashSet<String>,
+    /// `None` unless the server keeps the base below a merged adapter.
+    kept_base: Option<KeptBase>,
 }
 
 /// Where the base of each parameter is.
@@ -72,7 +77,7 @@ impl RankWeights {
             buffers: Vec::new(),
             gathering: None,
         };
-        let mut this = Self { model, bases, missing: HashSet::new() };
+        let mut this = Self { model, bases, missing: HashSet::new(), kept_base: None };
         this.restore()?;
         let base = Adapter::none();
         let Self { model, bases, .. } = &mut this;
@@ -114,7 +119,10 @@ impl RankWeights {
             return Ok(());
         };
         self.take_copies(ops, adapter)?;
-        let Self { model, bases, .. } = self;
+        let Self { model, bases, kept_base, .. } = self;
+        if let Some(kept) = kept_base {
+            kept.allocate(model, adapter)?;
+        }
         let mut most = 0;
         model.visit_named(bases.copies.keys().map(String::as_str), &mut |spec, slot| {
             most = most.max(LocalParameter::new(&bases.build, spec, slot)?.gathered_elements(adapter));
@@ -134,9 +142,13 @@ impl RankWeights {
     /// `DataLoss` if the checkpoint has changed since it was loaded: the weights then belong to no policy.
     pub fn write(&mut self, ops: &Ops, comm: &dyn Communicator, order: &WeightOrder) -> Result<()> {
         match order {
+            WeightOrder::Load { adapter } if self.kept_base.is_some() => {
+                self.load_base(ops, comm)?;
+                self.merge_beside_base(ops, comm, adapter, &mut adapter.parameters())
+            }
             WeightOrder::Load { adapter } => self.merge(ops, comm, adapter, None),
             WeightOrder::Merge { before, after } => {
-                self.merge(ops, comm, after, Some(&mut before.parameters().chain(after.parameters())))
+                self.merge_beside_base(ops, comm, after, &mut before.parameters().chain(after.parameters()))
             }
             WeightOrder::Replace { tensors } => self.replace(ops, tensors),
             WeightOrder::Patch { delta, merged } => self.patch(ops, delta, merged),
@@ -144,6 +156,40 @@ impl RankWeights {
                 unreachable!("resident adapters are not merged")
             }
         }
+    }
+
+    /// Sets all parameters to their base.
+    fn load_base(&mut self, ops: &Ops, comm: &dyn Communicator) -> Result<()> {
+        let Self { model, bases, missing, .. } = self;
+        model.visit(&mut |spec, slot| {
+            missing.remove(&spec.name);
+            bases.fill_base(ops, comm, spec, slot)
+        })?;
+        bases.base.settle()
+    }
+
+    /// Sets the parameters of these names to their base with `adapter` merged. Where the base is to be kept, it is
+    /// kept of what `adapter` changes; what serves now must be the base, or have its base kept.
+    fn merge_beside_base(
+        &mut self,
+        ops: &Ops,
+        comm: &dyn Communicator,
+        adapter: &Adapter,
+        names: &mut dyn Iterator<Item = &str>,
+    ) -> Result<()> {
+        if let Some(kept) = &mut self.kept_base {
+            kept.take(ops, &mut self.model, &self.bases.build, adapter)?;
+        }
+        self.merge(ops, comm, adapter, Some(names))?;
+        if let Some(kept) = &mut self.kept_base {
+            kept.retain(&mut self.model, adapter)?;
+        }
+        Ok(())
+    }
+
+    /// Forgets the base that is kept, because what serves is the base from now on, or is missing.
+    fn forget_kept_base(&mut self) {
+        self.kept_base.iter_mut().for_each(|kept| *kept = KeptBase::default());
     }
 
     /// Sets the parameters of these names, or all of them, to their base with `adapter` merged.
@@ -154,7 +200,7 @@ impl RankWeights {
         adapter: &Adapter,
         names: Option<&mut dyn Iterator<Item = &str>>,
     ) -> Result<()> {
-        let Self { model, bases, missing } = self;
+        let Self { model, bases, missing, .. } = self;
         let mut fill = |spec: &ParamSpec, slot: ParamSlot<'_>| {
             bases.fill(ops, comm, spec, slot, adapter)?;
             missing.remove(&spec.name);
@@ -192,7 +238,8 @@ impl RankWeights {
     }
 
     fn replace(&mut self, ops: &Ops, tensors: &Tensors) -> Result<()> {
-        let Self { model, bases, missing } = self;
+        self.forget_kept_base();
+        let Self { model, bases, missing, .. } = self;
         model.visit_named(tensors.names(), &mut |spec, slot| {
             LocalParameter::new(&bases.build, spec, slot)?.store(ops, &tensor_rows(tensors, &spec.name))?;
             bases.copies.remove(&spec.name);
@@ -205,6 +252,7 @@ impl RankWeights {
     }
 
     fn patch(&mut self, ops: &Ops, delta: &Delta, merged: &Adapter) -> Result<()> {
+        self.forget_kept_base();
         let bases = &mut self.bases;
         self.model.visit_named(delta.names().chain(merged.parameters()), &mut |spec, slot| {
             bases.copies.remove(&spec.name);
@@ -247,7 +295,8 @@ impl RankWeights {
     /// Buffers keep their values, because the FULL push that follows may lack them. The bytes that this frees are
     /// measured elsewhere.
     pub fn release(&mut self, keep_replaced: bool, host_bytes: u64) -> Result<Released> {
-        let Self { model, bases, missing } = self;
+        self.forget_kept_base();
+        let Self { model, bases, missing, .. } = self;
         if !keep_replaced {
             bases.replaced.clear();
             bases.copies.clear();
@@ -306,6 +355,16 @@ impl Bases {
             self.copies.remove(&spec.name);
         }
         Ok(())
+    }
+
+    /// Sets a parameter to its base.
+    fn fill_base(&mut self, ops: &Ops, comm: &dyn Communicator, spec: &ParamSpec, slot: ParamSlot<'_>) -> Result<()> {
+        let none = Adapter::none();
+        match self.copies.get(&spec.name) {
+            Some(copy) => LocalParameter::new(&self.build, spec, slot)?.merge_from_copy(ops, comm, &none, copy, None),
+            None if self.replaced.contains(&spec.name) => Ok(()),
+            None => self.fill_from_checkpoint(ops, spec, slot, &none),
+        }
     }
 
     fn fill_from_checkpoint(

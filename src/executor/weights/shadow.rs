@@ -40,6 +40,7 @@ impl RankWeights {
     /// # Errors
     /// `ResourceExhausted` if there is not enough memory for weights that were released.
     pub fn exchange(&mut self, mut shards: Vec<ShadowShard>, kept: &HashSet<String>) -> Result<Vec<ShadowShard>> {
+        self.forget_kept_base();
         let mut matrices = shards.iter_mut().filter_map(ShadowShard::as_matrix_mut);
         self.model.visit_matrices(&mut |specs, matrix| {
             let other = matrices.next().expect("the shadow weights have every matrix");
@@ -50,7 +51,7 @@ impl RankWeights {
             Ok(other.restore()?)
         })?;
         let vectors = shards.last().expect("the shadow weights have the vectors");
-        let Self { model, bases, missing } = self;
+        let Self { model, bases, missing, .. } = self;
         let new = vectors.parameters().filter(|name| !kept.contains(*name));
         model.visit_named(new, &mut |spec, slot| {
             let ParamSlot::Vector { vector, offset } = slot else { unreachable!("it has the place of a vector") };

@@ -20,7 +20,12 @@ pub fn mix(state: u64, value: u64) -> u64 {
 }
 
 fn root(salt: CacheSalt) -> u64 {
-    mix(mix(11, salt.epoch), salt.adapter.map_or(0, |generation| generation + 1))
+    let weights = match salt.weights {
+        PolicyWeights::Serving => 0,
+        PolicyWeights::Base => 1,
+        PolicyWeights::Adapter(generation) => generation + 2,
+    };
+    mix(mix(11, salt.epoch), weights)
 }
 
 fn next_state(state: u64, salt: CacheSalt, token: TokenId, beside: u64) -> u64 {
@@ -77,7 +82,7 @@ impl FakeExecutor {
         let (mut tokens, mut routing) = (Vec::new(), Vec::new());
         for (id, planned) in scheduler.in_flight.iter().zip(&plan.sequences) {
             let salt = groups[&scheduler.running[id].key.group].salt;
-            assert_eq!(planned.adapter, salt.adapter);
+            assert_eq!(planned.weights, salt.weights);
             let states = self.write(salt, planned, &mut written);
             routing.extend(states.iter().flat_map(|state| state.to_le_bytes()));
             for row in &planned.logits {

@@ -116,14 +116,15 @@ fn cached_tokens_are_whole_blocks_and_never_the_last_token() {
         assert_eq!(harness.results[&key(request, 0)].cached_tokens, Some(first as u32));
         first
     };
-    let salt = CacheSalt { epoch: 3, adapter: None };
+    let salt = CacheSalt { epoch: 3, weights: PolicyWeights::Serving };
     assert_eq!(cached(0, 8, salt), 0);
     assert_eq!(cached(1, 8, salt), 4, "the last token must run for its logits");
     assert_eq!(cached(2, 9, salt), 8);
     assert_eq!(cached(3, 9, CacheSalt { epoch: 4, ..salt }), 0, "KV of another version");
-    assert_eq!(cached(4, 9, CacheSalt { adapter: Some(0), ..salt }), 0, "KV of an adapter");
+    assert_eq!(cached(4, 9, CacheSalt { weights: PolicyWeights::Adapter(0), ..salt }), 0, "KV of an adapter");
+    assert_eq!(cached(5, 9, CacheSalt { weights: PolicyWeights::Base, ..salt }), 0, "KV of the base");
     let stats = harness.scheduler.stats();
-    assert_eq!((stats.prompt_tokens, stats.cached_tokens), (8 + 8 + 9 * 3, 12));
+    assert_eq!((stats.prompt_tokens, stats.cached_tokens), (8 + 8 + 9 * 4, 12));
     assert!(harness.scheduler.reset_prefix_cache() > 0);
     assert_eq!(harness.scheduler.stats().cached_blocks, 0);
 }
@@ -384,7 +385,7 @@ fn a_kept_sequence_goes_on_and_shares_nothing() {
     harness.change_policy(1, RunningKv::Keep);
     assert_eq!(shape(&harness.step()), [(11, 1), (11, 1)], "nothing is computed again");
     // The same prompt under the new policy finds no cached block, whether computed before the change or after it.
-    let salt = CacheSalt { epoch: 1, adapter: None };
+    let salt = CacheSalt { epoch: 1, weights: PolicyWeights::Serving };
     harness.add(vec![Group { salt, ..group(key(1, 0), &prompt(9), 1, 20) }]).expect("room");
     assert_eq!(shape(&harness.step())[2], (0, 9));
     harness.run();
@@ -399,7 +400,7 @@ fn a_recomputed_sequence_starts_again_and_is_shared() {
     (0..3).for_each(|_| drop(harness.step()));
     harness.change_policy(1, RunningKv::Recompute);
     assert_eq!(shape(&harness.step()), [(0, 12)]);
-    let salt = CacheSalt { epoch: 1, adapter: None };
+    let salt = CacheSalt { epoch: 1, weights: PolicyWeights::Serving };
     harness.add(vec![Group { salt, ..group(key(1, 0), &prompt(9), 1, 20) }]).expect("room");
     assert_eq!(shape(&harness.step())[1], (8, 1), "two blocks of the new policy are found");
     assert_eq!(harness.scheduler.stats().preemptions, 0, "a change of the policy is no preemption");

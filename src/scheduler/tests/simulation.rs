@@ -94,7 +94,9 @@ fn random_params(rng: &mut ChaCha8Rng) -> SamplingParams {
 
 fn random_request(rng: &mut ChaCha8Rng, request: u64) -> Vec<Group> {
     let params = Arc::new(random_params(rng));
-    let salt = CacheSalt { epoch: rng.random_range(0..2), adapter: rng.random_bool(0.1).then_some(1) };
+    let weights = *[PolicyWeights::Adapter(1), PolicyWeights::Base].choose(rng).expect("not empty");
+    let weights = if rng.random_bool(0.2) { weights } else { PolicyWeights::Serving };
+    let salt = CacheSalt { epoch: rng.random_range(0..2), weights };
     let score = rng.random_bool(0.2);
     let returns_routing = rng.random_bool(0.5);
     (0..rng.random_range(1..=4))

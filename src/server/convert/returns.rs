@@ -22,6 +22,7 @@ pub(super) struct Returns {
     pub top_logprobs_of: Distribution,
     pub top_arrays: Option<TopArrays>,
     pub references: Vec<Option<String>>,
+    pub base: bool,
     pub current: bool,
 }
 
@@ -29,7 +30,7 @@ impl Returns {
     /// Lists of most likely tokens, and nothing else.
     fn of_lists(top_logprobs: u32, top_logprobs_of: Distribution) -> Self {
         let (task, references) = (TaskReturns::default(), Vec::new());
-        Self { task, top_logprobs, top_logprobs_of, top_arrays: None, references, current: false }
+        Self { task, top_logprobs, top_logprobs_of, top_arrays: None, references, base: false, current: false }
     }
 
     /// The sampling parameters with these.
@@ -62,6 +63,12 @@ impl Returns {
 pub(super) fn for_generate(request: &pb::GenerateRequest, model: &ModelFacts) -> Result<Returns> {
     let of = distribution("top_logprobs_of", request.top_logprobs_of)?;
     let returns = returns(request.returns.as_ref(), request.top_logprobs, of, model)?;
+    ensure!(
+        !returns.base || model.keeps_base,
+        "returns.base",
+        "the server does not keep the base below a merged adapter; start it with --keep-base, or push the policy as a \
+         resident adapter and name \"\" in returns.references"
+    );
     let excluded = returns.top_arrays.is_some() && !request.logprob_token_ids.is_empty();
     ensure!(!excluded, "returns.top", "cannot be combined with logprob_token_ids; ask for one of them");
     Ok(returns)
@@ -73,6 +80,11 @@ pub(super) fn for_score(request: &pb::ScoreRequest, model: &ModelFacts) -> Resul
     let mixed = returns.top_logprobs_of == Distribution::Processed && !request.logprob_token_ids.is_empty();
     ensure!(!mixed, "returns.top_of", "PROCESSED cannot be combined with logprob_token_ids, which are RAW; use RAW");
     ensure!(returns.references.is_empty(), "returns.references", "Score has none; call it with each adapter");
+    ensure!(
+        !returns.base,
+        "returns.base",
+        "Score has none; ask for it when you sample, or score on a server of the base"
+    );
     ensure!(!returns.current, "returns.current", "Score is always under the policy that serves; leave it unset");
     Ok(returns)
 }
@@ -94,8 +106,8 @@ fn returns(
     let task = TaskReturns { entropy: given.entropy, support: given.support.then_some(max_ids) };
     let top_of = distribution("returns.top_of", given.top_of)?;
     let references = references(&given.references)?;
-    let lists =
-        Returns { task, references, current: given.current, ..Returns::of_lists(top_logprobs, top_logprobs_of) };
+    let (base, current) = (given.base, given.current);
+    let lists = Returns { task, references, base, current, ..Returns::of_lists(top_logprobs, top_logprobs_of) };
     if given.top == 0 {
         return Ok(lists);
     }

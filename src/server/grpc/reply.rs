@@ -60,6 +60,7 @@ impl GenerateWriter {
             ranks: self.if_top(|| c.tokens.iter().map(|t| t.rank).collect()),
             returned: self.returned.of(0, &c.tokens),
             references: c.references.iter().map(policy_score).collect(),
+            base: c.base.as_ref().map(policy_score),
             current: c.current.as_ref().map(policy_score),
             routing: self
                 .routing

@@ -18,6 +18,7 @@ pub fn returns(dice: &mut Dice) -> pb::Returns {
         top_of: if dice.is_hostile() { dice.below(5) as i32 - 1 } else { dice.below(3) as i32 },
         top_as_bfloat16: dice.coin(),
         references: Vec::new(),
+        base: false,
         current: false,
     }
 }
@@ -30,7 +31,8 @@ pub fn returns_of_completions(dice: &mut Dice) -> pb::Returns {
         2 if dice.is_hostile() => vec![adapter(dice); 1 + dice.below(10)],
         _ => Vec::new(),
     };
-    pb::Returns { references, current: dice.is_hostile() && dice.coin(), ..returns(dice) }
+    let [base, current] = [dice.is_hostile() && dice.coin(), dice.is_hostile() && dice.coin()];
+    pb::Returns { references, base, current, ..returns(dice) }
 }
 
 /// Checks that all arrays have one value or row for each of `tokens` tokens, the first `skipped` of which have none.

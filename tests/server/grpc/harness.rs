@@ -186,6 +186,7 @@ pub fn completion_event(sample_index: u32, ids: &[u32], finish_reason: FinishRea
         cached_tokens: 0,
         routing: Vec::new(),
         references: Vec::new(),
+        base: None,
         current: None,
     })
 }

@@ -397,6 +397,7 @@ def _sample(completion: Any) -> Sample:
         returned=returned(completion, len(completion.token_ids)),
         references=[policy_score(score) for score in completion.references],
         current=policy_score(completion.current) if completion.HasField("current") else None,
+        base=policy_score(completion.base) if completion.HasField("base") else None,
     )
 
 

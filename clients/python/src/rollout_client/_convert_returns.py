@@ -39,6 +39,7 @@ def set_returns(field: Any, given: Any) -> None:
         raise InvalidArgument(f"returns.references: expected a list of names, got {given.references!r}")
     extend(field.references, [name or "" for name in given.references], "returns.references")
     set_field(field, "current", given.current, "returns.current")
+    set_field(field, "base", given.base, "returns.base")
 
 
 def policy_score(message: Any) -> PolicyScore:

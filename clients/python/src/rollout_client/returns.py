@@ -40,6 +40,9 @@ class Returns:
     current: bool = False
     """Score each sample under the policy that serves when it ends: `Sample.current`, for samples during which a push
     came. Not for `score`, and not with penalties, `min_tokens`, `bad_words` or `structured_outputs`."""
+    base: bool = False
+    """Score each sample under the base below the merged adapter, as under a reference: `Sample.base`. The server must
+    have `--keep-base`. Not for `score`."""
 
 
 @dataclass(frozen=True)
@@ -51,8 +54,9 @@ class PolicyScore:
     raw_logprobs: npt.NDArray[np.float32]
     """`[T]`, under the policy's own distribution, as `Sample.raw_logprobs`."""
     logprobs: npt.NDArray[np.float32]
-    """`[T]`. For a reference: its logits divided by the request's temperature (1 if that is 0), without filters and
-    penalties. For the current policy: under the distribution that tokens are sampled from, as `Sample.logprobs`."""
+    """`[T]`. For a reference and the base: its logits divided by the request's temperature (1 if that is 0), without
+    filters and penalties. For the current policy: under the distribution that tokens are sampled from, as
+    `Sample.logprobs`."""
 
 
 @dataclass(frozen=True)

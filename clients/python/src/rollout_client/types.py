@@ -186,6 +186,8 @@ class Sample:
     before they were there."""
     current: PolicyScore | None = None
     """The score that `Returns.current` asks for; None where `references` would be empty."""
+    base: PolicyScore | None = None
+    """The score that `Returns.base` asks for; None where `references` would be empty."""
 
 
 @dataclass(frozen=True)

@@ -70,6 +70,7 @@ fn completion() -> Completion {
         cached_tokens: 2,
         routing: Vec::new(),
         references: vec![PolicyScore { logprobs: vec![(-1.5, -2.0), (-0.25, -0.5)], weight_version: 5 }],
+        base: Some(PolicyScore { logprobs: vec![(-1.0, -1.25), (-0.5, -0.625)], weight_version: 5 }),
         current: Some(PolicyScore { logprobs: vec![(-3.0, -3.5), (-0.75, 0.0)], weight_version: 6 }),
     }
 }
@@ -98,6 +99,11 @@ fn expected_completion() -> pb::Completion {
             raw_logprobs: vec![-1.5, -0.25],
             logprobs: vec![-2.0, -0.5],
         }],
+        base: Some(pb::PolicyScore {
+            weight_version: 5,
+            raw_logprobs: vec![-1.0, -0.5],
+            logprobs: vec![-1.25, -0.625],
+        }),
         current: Some(pb::PolicyScore {
             weight_version: 6,
             raw_logprobs: vec![-3.0, -0.75],

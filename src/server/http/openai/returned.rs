@@ -21,6 +21,8 @@ members! {
         /// The names of policies under which finished samples are scored: resident adapters, and "" for the policy
         /// without one.
         pub(super) references: Vec<String>,
+        /// Score finished samples under the base below the merged adapter (default: false; needs `--keep-base`).
+        pub(super) base: bool,
         /// Score finished samples under the policy that serves when they end (default: false).
         pub(super) current: bool,
     }
@@ -33,6 +35,7 @@ impl ReturnOptions {
             support: self.support == Some(true),
             max_support_ids: self.max_support_ids,
             references: self.references.clone().unwrap_or_default(),
+            base: self.base == Some(true),
             current: self.current == Some(true),
             ..Default::default()
         }
@@ -44,7 +47,7 @@ impl ReturnOptions {
         const NUMBER: usize = 24;
         let supports = completion.tokens.iter().filter_map(|token| token.returned.as_ref());
         let ids: usize = supports.map(|returned| returned.support.ids.len()).sum();
-        let policies = 2 * (completion.references.len() + usize::from(completion.current.is_some()));
+        let policies = 2 * completion.references.iter().chain(&completion.base).chain(&completion.current).count();
         (ids + (4 + policies) * completion.tokens.len()) * NUMBER
     }
 }
@@ -70,6 +73,8 @@ pub(in crate::server::http) struct Returned {
     #[serde(skip_serializing_if = "Option::is_none")]
     references: Option<Vec<Policy>>,
     #[serde(skip_serializing_if = "Option::is_none")]
+    base: Option<Policy>,
+    #[serde(skip_serializing_if = "Option::is_none")]
     current: Option<Policy>,
 }
 
@@ -78,7 +83,7 @@ pub(in crate::server::http) struct Returned {
 struct Policy {
     weight_version: WeightVersion,
     raw_logprobs: Vec<f32>,
-    /// For a reference: at the request's temperature, without filters and penalties.
+    /// For a reference and the base: at the request's temperature, without filters and penalties.
     logprobs: Vec<f32>,
 }
 
@@ -101,6 +106,7 @@ impl Returned {
         if returns.references.is_some() {
             returned.references = Some(completion.references.iter().map(Policy::new).collect());
         }
+        returned.base = completion.base.as_ref().map(Policy::new);
         returned.current = completion.current.as_ref().map(Policy::new);
         if returns.support == Some(true) {
             returned.support_sizes = Some(tokens.iter().map(|token| token.support.size).collect());
