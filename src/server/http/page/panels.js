@@ -13,6 +13,7 @@ const LIFECYCLES = {
 const MEMORY = {
   process: "Process",
   weights: "Weights",
+  kept_base: "Base below an adapter",
   workspace: "Workspace",
   tower_workspace: "Vision tower",
   embeddings: "Image embeddings",
