@@ -100,7 +100,7 @@ def _check_reference(trainer: Any) -> None:
     needed = 1 + (isinstance(generation.server_reference, str) or TRLS_INITIAL in model.peft_config)
     if trainer.accelerator.is_main_process and generation.vllm_client.client.info().max_adapters < needed:
         raise ValueError(
-            "server_reference: the policy must be a resident adapter, because the base below a merged one is not kept: "
+            "server_reference: the policy must be a resident adapter, so that its base stays beside it: "
             f"start the server with --max-adapters {needed}, or leave server_reference out, so that the trainer "
             "computes the reference"
         )
