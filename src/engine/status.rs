@@ -13,7 +13,7 @@ impl<X: Executor> Engine<X> {
         self.core.policy.version()
     }
 
-    /// Status between two steps, the reply to [`Command::Status`].
+    /// Status between two steps, the reply to [`Command::Status`](super::Command::Status).
     pub fn status(&self) -> EngineStatus {
         let core = &self.core;
         EngineStatus {
