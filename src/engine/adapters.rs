@@ -116,8 +116,9 @@ impl Adapters {
         })
     }
 
-    /// Finds a slot for an adapter of this name. Returns the name of the adapter that has to leave it first, if one has
-    /// to: the least recently used one of those that no request uses and that `may_leave`. `None` if there is no slot.
+    /// Finds a slot for an adapter of this name. Returns `Some(None)` for a free slot, `Some(Some(evicted))` if the
+    /// adapter `evicted` must be removed first, and `None` if there is no slot. Chooses the least recently used adapter
+    /// among those that no request uses and that `may_leave` accepts.
     fn find_slot<X: Executor>(
         &self,
         core: &EngineCore<X>,

@@ -41,7 +41,8 @@ impl AdaptersDir {
     /// Checks that there is an adapter of this name, as far as its declarations tell.
     ///
     /// # Errors
-    /// As for [`AdaptersDir::read`].
+    /// `NotFound` if there is none of this name; `InvalidArgument` if its declarations do not fit the model;
+    /// `ResourceExhausted` if reading them takes too much memory.
     pub(super) async fn check(self: &Arc<Self>, name: &str) -> Result<()> {
         let (directory, name) = (self.clone(), name.to_owned());
         let opened = spawn_blocking(move || directory.open(&name).map(drop)).await;

@@ -1,11 +1,12 @@
 //! With `--keep-base`, finished samples are scored under the base below the merged adapter, with the bits of a server
 //! that serves the base.
 
-use rollout_server::engine::{Completion, DrainMode, LifecycleStatus, PolicyScore, RunningPolicy, SleepLevel};
+use rollout_server::engine::{Completion, DrainMode, LifecycleStatus, RunningPolicy, SleepLevel};
 use rollout_server::memory::MemoryUse;
 use rollout_server::types::{SamplingParams, TokenId};
 
 use crate::common::{Engine, FAMILIES, Push, Request, orders, random_prompts, random_weights};
+use crate::rescoring::{bits, scored as scored_under};
 
 const VOCAB: u32 = 512;
 const TEMPERATURE: f32 = 0.7;
@@ -61,17 +62,9 @@ impl Pair {
     }
 }
 
-fn bits(score: &PolicyScore) -> Vec<(u32, u32)> {
-    score.logprobs.iter().map(|(raw, processed)| (raw.to_bits(), processed.to_bits())).collect()
-}
-
-/// What a Score of a completion says of its tokens.
+/// The log-probabilities that Score returns for a completion's tokens at the temperature of the requests.
 fn scored(engine: &Engine, prompt: &[TokenId], completion: &Completion) -> Vec<(u32, u32)> {
-    let sequence = prompt.iter().copied().chain(completion.tokens.iter().map(|token| token.token)).collect();
-    let params = SamplingParams { temperature: TEMPERATURE, ..Default::default() };
-    let reply = engine.generate(Request::score(vec![sequence]).params(params));
-    let (_, logprobs) = &reply.prompt_logprobs[0];
-    logprobs[prompt.len() - 1..].iter().map(|token| (token.raw.to_bits(), token.processed.to_bits())).collect()
+    scored_under(engine, prompt, completion, None, SamplingParams { temperature: TEMPERATURE, ..Default::default() })
 }
 
 #[test]

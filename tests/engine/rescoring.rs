@@ -26,12 +26,12 @@ fn engine_with_adapters(flags: &[&str]) -> Engine {
     engine
 }
 
-fn bits(score: &PolicyScore) -> Vec<(u32, u32)> {
+pub fn bits(score: &PolicyScore) -> Vec<(u32, u32)> {
     score.logprobs.iter().map(|(raw, processed)| (raw.to_bits(), processed.to_bits())).collect()
 }
 
-/// What a Score of a completion says of its tokens.
-fn scored(
+/// The log-probabilities that Score returns for a completion's tokens.
+pub fn scored(
     engine: &Engine,
     prompt: &[TokenId],
     completion: &Completion,

@@ -245,7 +245,7 @@ fn a_request_that_ends_while_it_waits_leaves_the_adapter_to_the_next() {
     rig.finish();
     asked.completion();
     assert_eq!((reader.asked(), counts(&mut rig)), (vec!["x".to_owned()], (1, 0, 0)));
-    // Without a slot an adapter that nobody waits for is dropped.
+    // If no slot is free and no request waits for the adapter, it is dropped.
     let users: Vec<_> = ["x", "y"].iter().map(|name| rig.submit(reader.ask(name, name, 9))).collect();
     read(&mut rig, "y");
     let gone = rig.submit(reader.ask("z", "z", 1));
