@@ -419,3 +419,86 @@ extern "C" __global__ void __launch_bounds__(THREADS, 3)
     found.logit = work.logits[found.token];
     if (threadIdx.x == 0) answers[blockIdx.x] = found;
 }
+
+// Up to this |d| the series of `src/cpu/logits/divergence.rs` has the precision of float32; its coefficients.
+constexpr float NEAR = 0.5f;
+__constant__ float EVEN[4] = {1.0f / 40320.0f, 1.0f / 720.0f, 1.0f / 24.0f, 0.5f};
+__constant__ float ODD[4] = {1.0f / 362880.0f, 1.0f / 5040.0f, 1.0f / 120.0f, 1.0f / 6.0f};
+
+// The terms of a token in KL(policy || reference) and in KL(reference || policy). `p` and `q` are its probabilities, and
+// `d` is the logarithm of their ratio.
+__device__ __forceinline__ float2 divergence_terms(float p, float q, float d) {
+    if (d > NEAR || d < -NEAR) return {fmaf(p, d, q - p), fmaf(q, -d, p - q)};
+    const float square = d * d;
+    float even = EVEN[0], odd = ODD[0];
+#pragma unroll
+    for (int i = 1; i < 4; ++i) {
+        even = fmaf(even, square, EVEN[i]);
+        odd = fmaf(odd, square, ODD[i]);
+    }
+    return {p * fmaf(-d, odd, even) * square, q * fmaf(d, odd, even) * square};
+}
+
+// Both divergences of a pair of rows with each block of threads. `rows` has the policy's and then the reference's row of
+// each pair, each with one scale. Shared memory has two float32 values for each block of the vocabulary.
+extern "C" __global__ void __launch_bounds__(THREADS, 3)
+    divergences(double2* answers, const Row* rows, const float* scales, const float* maxima, const float* sums,
+                const float* logits, int64_t stride, int vocab) {
+    __shared__ Shared shared;
+    extern __shared__ float of_blocks[];
+    const int blocks = (vocab + VOCAB_BLOCK - 1) / VOCAB_BLOCK, first = 2 * blockIdx.x;
+    const float scale = scales[rows[first].first_scale];
+    const float* from[2];
+    float max[2], inverse[2];
+    double log_total[2];
+    for (int side = 0; side < 2; ++side) {
+        const Row row = rows[first + side];
+        from[side] = logits + row.row * stride;
+        Work work = {from[side], vocab, blocks, 0.0f, of_blocks, of_blocks + blocks, &shared, 0};
+        work.load_maxima(maxima + static_cast<int64_t>(first + side) * blocks);
+        work.load_sums(sums + static_cast<int64_t>(row.first_scale) * blocks);
+        const double total = work.add_blocks(scale);
+        max[side] = work.max;
+        inverse[side] = static_cast<float>(1.0 / total);
+        log_total[side] = log(total);
+        __syncthreads();  // the next row's maxima and sums take the same memory
+    }
+    const float log_ratio = static_cast<float>(log_total[1] - log_total[0]);
+    float *forward = of_blocks, *reverse = of_blocks + blocks;
+    const int lane = threadIdx.x % LANES;
+    for (int start = 0; start < blocks; start += THREADS / LANES) {
+        const int block = start + threadIdx.x / LANES;
+        float terms[2][VALUES];
+#pragma unroll
+        for (int i = 0; i < VALUES; ++i) {
+            const int64_t token = static_cast<int64_t>(block) * VOCAB_BLOCK + i * LANES + lane;
+            float2 term = {0.0f, 0.0f};
+            if (token < vocab) {
+                const float p = (from[0][token] - max[0]) * scale, q = (from[1][token] - max[1]) * scale;
+                term = divergence_terms(exp_cpu(p) * inverse[0], exp_cpu(q) * inverse[1], p - q + log_ratio);
+            }
+            terms[0][i] = term.x;
+            terms[1][i] = term.y;
+        }
+        float sum[2] = {tree_sum(terms[0]), tree_sum(terms[1])};
+#pragma unroll
+        for (int half = LANES / 2; half > 0; half /= 2) {
+            sum[0] += __shfl_xor_sync(~0u, sum[0], half);
+            sum[1] += __shfl_xor_sync(~0u, sum[1], half);
+        }
+        if (lane == 0 && block < blocks) {
+            forward[block] = sum[0];
+            reverse[block] = sum[1];
+        }
+    }
+    __syncthreads();
+    double(&totals)[2][TOTALS] = shared.partial;
+    if (threadIdx.x < 2 * TOTALS) {
+        const int side = threadIdx.x / TOTALS, own = threadIdx.x % TOTALS;
+        double total = 0.0;
+        for (int b = own; b < blocks; b += TOTALS) total += (side == 0 ? forward : reverse)[b];
+        totals[side][own] = total;
+    }
+    __syncthreads();
+    if (threadIdx.x == 0) answers[blockIdx.x] = {tree_sum(totals[0]), tree_sum(totals[1])};
+}

@@ -16,7 +16,9 @@ mod buffer;
 pub mod cpu;
 #[cfg(feature = "cuda")]
 mod cuda;
+mod deferred;
 mod device;
+mod divergence;
 mod error;
 mod group;
 pub mod host;
@@ -43,7 +45,9 @@ pub use backend::storage::{BorrowedRows, Digested};
 pub use borrowed::{BorrowedMemory, MemoryHandle};
 pub use broadcast::BroadcastReceiver;
 pub use buffer::DeviceBuffer;
+pub use deferred::Deferred;
 pub use device::{Device, Devices};
+pub use divergence::{Divergences, LogitsPair};
 pub use error::{DeviceError, out_of_memory};
 pub use group::{AllReduce, GroupId, HostCollective, Membership, RankGroup};
 pub use kv_cache::KvCache;
@@ -53,11 +57,9 @@ pub use merge::{LoraDelta, LowRank, Magnitude, Merge, MergeBase, ReadValues, Rep
 pub use ops::Ops;
 pub use patches::Patches;
 pub use rotary::{RotaryPositions, RotaryTables};
-pub use routing::{KeptExperts, Router, Routing, Scoring};
+pub use routing::{Router, Routing, Scoring};
 pub use routing_shape::{NOT_FORCED, RoutingShape, expert_groups};
-pub use sampling::{
-    Distribution, Sampled, SampledTokens, SamplingTask, Support, TaskReturns, TokenLogprobs, TokenReturns,
-};
+pub use sampling::{Distribution, SampledTokens, SamplingTask, Support, TaskReturns, TokenLogprobs, TokenReturns};
 pub use step::{AttentionSequence, AttentionShape, Padding, RowTasks, Step, StepInput};
 pub use values::{Dtype, StorageDtype, TensorData, TensorView};
 pub use weights::{MAX_LEAVES, MatrixShape, ROW_GROUP, ReadRows, WriteElements, reduction_leaves};

@@ -9,6 +9,8 @@ use tracing::{Span, trace_span};
 
 use crate::backend::operators::OpsImpl;
 use crate::buffer::DeviceBuffer;
+use crate::deferred::Deferred;
+use crate::divergence::{Divergences, LogitsPair};
 use crate::group::HostCollective;
 use crate::kv_cache::KvCache;
 use crate::kv_layout::BlockCopy;
@@ -16,7 +18,7 @@ use crate::matrix::Matrix;
 use crate::merge::Merge;
 use crate::patches::Patches;
 use crate::rotary::RotaryTables;
-use crate::sampling::Sampled;
+use crate::sampling::SampledTokens;
 use crate::step::{AttentionSequence, AttentionShape, Padding, Step, StepInput};
 use crate::weights::{ReadRows, WriteElements};
 
@@ -106,7 +108,7 @@ impl Ops {
     ///
     /// # Panics
     /// As [`Ops::sample_in_graph`].
-    pub fn sampled<'a>(&'a self, step: &'a Step<'_>) -> Result<Sampled<'a>> {
+    pub fn sampled<'a>(&'a self, step: &'a Step<'_>) -> Result<Deferred<'a, SampledTokens>> {
         self.0.sampled(step)
     }
 
@@ -270,9 +272,50 @@ impl Ops {
 
     /// Answers the tasks of these rows of [`StepInput::logits`] from their logits `[rows, vocabulary]`, which are read
     /// before any later operator writes to them.
-    pub fn sample<'a>(&'a self, logits: &Tensor, step: &'a Step<'_>, rows: Range<usize>) -> Result<Sampled<'a>> {
+    pub fn sample<'a>(
+        &'a self,
+        logits: &Tensor,
+        step: &'a Step<'_>,
+        rows: Range<usize>,
+    ) -> Result<Deferred<'a, SampledTokens>> {
         let _span = trace_span!("sampling").entered();
         self.0.sample(logits, step, rows)
+    }
+
+    /// The divergences of pairs of rows of `logits` (`[rows, vocabulary]`), which are read before any later operator
+    /// writes to them.
+    ///
+    /// # Panics
+    /// If a row is not there, or a temperature is not above 0.
+    pub fn divergences<'a>(&'a self, logits: &Tensor, pairs: &[LogitsPair]) -> Result<Deferred<'a, Vec<Divergences>>> {
+        let _span = trace_span!("divergences").entered();
+        let rows = logits.dim(0)?;
+        for pair in pairs {
+            let has_rows = pair.policy < rows && pair.reference < rows;
+            assert!(has_rows && pair.temperature > 0.0, "{pair:?} of {rows} rows");
+        }
+        self.0.divergences(logits, pairs)
+    }
+
+    /// Rows of `x`, one after the other, on the host. Waits for the device.
+    ///
+    /// # Panics
+    /// If `x` has no such row.
+    pub fn read_rows(&self, x: &Tensor, rows: &[u32]) -> Result<Vec<f32>> {
+        let _span = trace_span!("read_rows").entered();
+        let count = x.dim(0)?;
+        assert!(rows.iter().all(|row| (*row as usize) < count), "rows {rows:?} of {count}");
+        self.0.read_rows(x, rows)
+    }
+
+    /// Writes values of the host, row by row, to all of `out`.
+    ///
+    /// # Panics
+    /// If there are more or fewer values than `out` has.
+    pub fn write_rows(&self, values: &[f32], out: &Tensor) -> Result<()> {
+        let _span = trace_span!("write_rows").entered();
+        assert_eq!(values.len(), out.elem_count(), "values of {:?}", out.shape());
+        self.0.write_rows(values, out)
     }
 
     /// `out[i] = x[rows[i]]`.

@@ -115,21 +115,3 @@ impl Routing {
         storage.downcast_mut().expect("a routing of this device")
     }
 }
-
-/// Experts of rows that the device may still be choosing.
-pub struct KeptExperts<'a>(Box<dyn FnOnce() -> Result<Vec<u16>> + 'a>);
-
-impl<'a> KeptExperts<'a> {
-    /// `read` waits for the device and copies what it has written.
-    pub(crate) fn new(read: impl FnOnce() -> Result<Vec<u16>> + 'a) -> Self {
-        Self(Box::new(read))
-    }
-
-    /// Waits for the experts, `[rows, layers, top_k]`, in each layer that with the largest weight first.
-    ///
-    /// # Errors
-    /// If the device fails.
-    pub fn read(self) -> Result<Vec<u16>> {
-        (self.0)()
-    }
-}

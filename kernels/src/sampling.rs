@@ -30,7 +30,6 @@
 
 use std::any::Any;
 
-use candle_core::Result;
 use rand_chacha::ChaCha8Rng;
 use rand_chacha::rand_core::{RngCore, SeedableRng};
 
@@ -213,24 +212,6 @@ pub struct SampledTokens {
     /// Rows, counted among those that were sampled, whose answer panicked, with the panic: their answers are
     /// [`TokenLogprobs::NONE`].
     pub failed: Vec<(usize, Box<dyn Any + Send>)>,
-}
-
-/// Answers that the device may still be computing.
-pub struct Sampled<'a>(Box<dyn FnOnce() -> Result<SampledTokens> + 'a>);
-
-impl<'a> Sampled<'a> {
-    /// `read` waits for the device and copies what it has written.
-    pub(crate) fn new(read: impl FnOnce() -> Result<SampledTokens> + 'a) -> Self {
-        Self(Box::new(read))
-    }
-
-    /// Waits for the answers.
-    ///
-    /// # Errors
-    /// If the device fails.
-    pub fn read(self) -> Result<SampledTokens> {
-        (self.0)()
-    }
 }
 
 /// Uniform in `[0, 1)`, a function of (seed, output index) alone: 53 bits of ChaCha8's stream under the key `seed`

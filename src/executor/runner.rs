@@ -4,7 +4,7 @@ use std::collections::HashSet;
 use std::ops::Range;
 
 use candle_core::Tensor;
-use rollout_kernels::{KeptExperts, KvCache, Ops, Padding, Routing, Sampled, SampledTokens};
+use rollout_kernels::{Deferred, KvCache, Ops, Padding, Routing, SampledTokens};
 use tracing::trace_span;
 
 use super::adapters::ResidentAdapters;
@@ -175,7 +175,7 @@ impl ModelRunner {
     }
 
     /// Starts to bring the experts of a step's rows to the host, on the rank that returns them.
-    fn kept_experts(&self, rows: usize) -> Result<Option<KeptExperts<'_>>> {
+    fn kept_experts(&self, rows: usize) -> Result<Option<Deferred<'_, Vec<u16>>>> {
         match &self.routing {
             Some(routing) if routing.shape().kept_layers > 0 && self.comm.rank() == 0 => {
                 Ok(Some(self.ops.kept_experts(routing, rows)?))
@@ -353,7 +353,7 @@ fn interleave(plan: &StepPlan, mut serving: StepOutput, mut base: StepOutput) ->
 }
 
 /// Waits for the answers to `rows` of the plan and appends them to `output`.
-fn collect(sampled: Sampled<'_>, rows: &[&LogitsRow], output: &mut StepOutput) -> Result<()> {
+fn collect(sampled: Deferred<'_, SampledTokens>, rows: &[&LogitsRow], output: &mut StepOutput) -> Result<()> {
     let SampledTokens { tokens, failed } = sampled.read()?;
     output.tokens.extend(tokens);
     let failures =

@@ -6,6 +6,8 @@ use std::ops::Range;
 use candle_core::{Result, Tensor};
 
 use crate::buffer::DeviceBuffer;
+use crate::deferred::Deferred;
+use crate::divergence::{Divergences, LogitsPair};
 use crate::group::HostCollective;
 use crate::kv_cache::KvCache;
 use crate::kv_layout::BlockCopy;
@@ -13,8 +15,8 @@ use crate::matrix::Matrix;
 use crate::merge::Merge;
 use crate::patches::Patches;
 use crate::rotary::RotaryTables;
-use crate::routing::{KeptExperts, Router, Routing};
-use crate::sampling::Sampled;
+use crate::routing::{Router, Routing};
+use crate::sampling::SampledTokens;
 use crate::step::{AttentionShape, Padding, Step, StepInput};
 use crate::weights::{ReadRows, WriteElements};
 
@@ -42,7 +44,7 @@ pub(crate) trait OpsImpl: Send {
     fn sample_in_graph(&self, _logits: &Tensor, _step: &Step<'_>, _rows: Range<usize>) -> Result<()> {
         unreachable!("no graph answers tasks")
     }
-    fn sampled<'a>(&'a self, _step: &'a Step<'_>) -> Result<Sampled<'a>> {
+    fn sampled<'a>(&'a self, _step: &'a Step<'_>) -> Result<Deferred<'a, SampledTokens>> {
         unreachable!("no graph answers tasks")
     }
     fn patches(&self, patches: &Patches<'_>, out: &Tensor) -> Result<()>;
@@ -82,8 +84,17 @@ pub(crate) trait OpsImpl: Send {
         out: &Tensor,
     ) -> Result<()>;
     fn select_logits_rows(&self, x: &Tensor, step: &Step<'_>, rows: Range<usize>, out: &Tensor) -> Result<()>;
-    fn sample<'a>(&'a self, logits: &Tensor, step: &'a Step<'_>, rows: Range<usize>) -> Result<Sampled<'a>>;
+    /// The pairs are of rows of `logits`.
+    fn divergences<'a>(&'a self, logits: &Tensor, pairs: &[LogitsPair]) -> Result<Deferred<'a, Vec<Divergences>>>;
+    fn sample<'a>(
+        &'a self,
+        logits: &Tensor,
+        step: &'a Step<'_>,
+        rows: Range<usize>,
+    ) -> Result<Deferred<'a, SampledTokens>>;
 
+    fn read_rows(&self, x: &Tensor, rows: &[u32]) -> Result<Vec<f32>>;
+    fn write_rows(&self, values: &[f32], out: &Tensor) -> Result<()>;
     fn select_rows(&self, x: &Tensor, rows: &[u32], out: &Tensor) -> Result<()>;
     fn put_rows(&self, x: &Tensor, rows: &[u32], out: &Tensor) -> Result<()>;
     fn add_rows(&self, x: &Tensor, rows: &[u32], out: &Tensor) -> Result<()>;
@@ -98,7 +109,7 @@ pub(crate) trait OpsImpl: Send {
         logits: &Tensor,
         routing: &mut Routing,
     ) -> Result<()>;
-    fn kept_experts<'a>(&'a self, routing: &'a Routing, rows: usize) -> Result<KeptExperts<'a>>;
+    fn kept_experts<'a>(&'a self, routing: &'a Routing, rows: usize) -> Result<Deferred<'a, Vec<u16>>>;
     fn group_by_expert(&self, routing: &mut Routing) -> Result<()>;
     fn expert_linear_silu_mul(
         &self,

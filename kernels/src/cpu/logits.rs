@@ -11,7 +11,9 @@
 use super::isa::{Isa, Kernel};
 use super::lanes::{LANES, Lanes};
 
+mod divergence;
 mod select;
+pub use divergence::divergences;
 pub use select::{BINS, Bins, Candidate, Measure, candidates, candidates_of_bin, histogram};
 
 /// Tokens per block. It is short enough for the k-th largest block maximum to be a tight bound of the k-th largest

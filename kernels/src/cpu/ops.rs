@@ -6,6 +6,7 @@ use std::ops::Range;
 use candle_core::{Result, Tensor};
 
 use super::kv::KvBlocks;
+use super::logits::divergences;
 use super::packed::PackedMatrix;
 use super::pool::Cpu;
 use super::rows::{RowsMut, SelectedRows};
@@ -13,6 +14,8 @@ use super::sampling::{LogitsTasks, Samplers};
 use super::{experts, linear, merge};
 use crate::backend::operators::OpsImpl;
 use crate::buffer::DeviceBuffer;
+use crate::deferred::Deferred;
+use crate::divergence::{Divergences, LogitsPair};
 use crate::error::DeviceError;
 use crate::host::{HostRouter, HostRouting, keep_experts, kept_experts};
 use crate::kv_cache::KvCache;
@@ -21,8 +24,8 @@ use crate::matrix::Matrix;
 use crate::merge::Merge;
 use crate::patches::Patches;
 use crate::rotary::RotaryTables;
-use crate::routing::{KeptExperts, Router, Routing, Scoring};
-use crate::sampling::Sampled;
+use crate::routing::{Router, Routing, Scoring};
+use crate::sampling::SampledTokens;
 use crate::step::{AttentionShape, Step, StepInput};
 use crate::tensor::{rows, rows_mut, with_f32, with_f32_mut};
 use crate::weights::{ReadRows, WriteElements};
@@ -208,14 +211,42 @@ impl OpsImpl for CpuOps {
         self.select_rows(x, &step.prepared::<CpuStep>().logits_rows[rows], out)
     }
 
-    fn sample<'a>(&'a self, logits: &Tensor, step: &'a Step<'_>, rows: Range<usize>) -> Result<Sampled<'a>> {
+    fn sample<'a>(
+        &'a self,
+        logits: &Tensor,
+        step: &'a Step<'_>,
+        rows: Range<usize>,
+    ) -> Result<Deferred<'a, SampledTokens>> {
         let (vocab, input) = (logits.dim(1)?, step.input());
         let tasks = input.logits[rows].iter().map(|wanted| &input.tasks[wanted.tasks.clone()]);
         let sampled = with_f32(logits, |logits| {
             let questions: Vec<LogitsTasks<'_>> = logits.chunks_exact(vocab).zip(tasks).collect();
             self.samplers.answer(self.cpu.pool(), &questions)
         })?;
-        Ok(Sampled::new(|| Ok(sampled)))
+        Ok(Deferred::ready(sampled))
+    }
+
+    fn divergences<'a>(&'a self, logits: &Tensor, pairs: &[LogitsPair]) -> Result<Deferred<'a, Vec<Divergences>>> {
+        let vocab = logits.dim(1)?;
+        let mut found = vec![Divergences::NONE; pairs.len()];
+        with_f32(logits, |logits| {
+            let row = |row: usize| &logits[row * vocab..(row + 1) * vocab];
+            let isa = self.cpu.isa();
+            self.cpu.pool().run_chunks(&mut found, 1, |i, found| {
+                let pair = &pairs[i];
+                found[0] = divergences(isa, row(pair.policy), row(pair.reference), pair.scale());
+            });
+        })?;
+        Ok(Deferred::ready(found))
+    }
+
+    fn read_rows(&self, x: &Tensor, indices: &[u32]) -> Result<Vec<f32>> {
+        rows(x, |x| indices.iter().flat_map(|index| x.row(*index as usize)).copied().collect())
+    }
+
+    fn write_rows(&self, values: &[f32], out: &Tensor) -> Result<()> {
+        let (count, width) = out.dims2()?;
+        rows_mut(out, |mut out| (0..count).for_each(|i| out.row_mut(i).copy_from_slice(&values[i * width..][..width])))
     }
 
     fn select_rows(&self, x: &Tensor, indices: &[u32], out: &Tensor) -> Result<()> {
@@ -278,7 +309,7 @@ impl OpsImpl for CpuOps {
         Ok(())
     }
 
-    fn kept_experts<'a>(&'a self, routing: &'a Routing, rows: usize) -> Result<KeptExperts<'a>> {
+    fn kept_experts<'a>(&'a self, routing: &'a Routing, rows: usize) -> Result<Deferred<'a, Vec<u16>>> {
         Ok(kept_experts(routing, rows))
     }
 

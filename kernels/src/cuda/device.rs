@@ -21,7 +21,8 @@ use super::matrix::{COPIED_BYTES, CudaMatrix};
 use super::nvml::Monitor;
 use super::ops::CudaOps;
 use super::patches::PIXEL_BYTES;
-use super::sampling::max_download_bytes;
+use super::rows::READ_BYTES;
+use super::sampling::{DIVERGENCE_BYTES, max_download_bytes};
 use super::staging;
 use super::tensor::{over, pointer};
 use crate::activations::Activations;
@@ -166,13 +167,18 @@ impl DeviceImpl for CudaDevice {
         most_part_bytes(self.context.processors as usize)
             + MAX_PARTIAL_BYTES
             + LIST_BYTES
+            + DIVERGENCE_BYTES
             + PIXEL_BYTES
             + flash::SUM_BYTES
     }
 
     fn host_bytes(&self, logits_bytes: usize, kept_bytes: usize) -> u64 {
         let copies = (self.threads + OTHER_COPIES) * COPIED_BYTES;
-        staging::MOST_BYTES + copies as u64 + max_download_bytes(logits_bytes) + max_kept_bytes(kept_bytes)
+        staging::MOST_BYTES
+            + copies as u64
+            + max_download_bytes(logits_bytes)
+            + max_kept_bytes(kept_bytes)
+            + READ_BYTES as u64
     }
 
     fn expert_rows(&self) -> usize {

@@ -30,6 +30,8 @@ use crate::backend::device::AttentionKernel;
 use crate::backend::operators::OpsImpl;
 use crate::buffer::DeviceBuffer;
 use crate::cpu::ThreadPool;
+use crate::deferred::Deferred;
+use crate::divergence::{Divergences, LogitsPair};
 use crate::group::HostCollective;
 use crate::kv_cache::KvCache;
 use crate::kv_layout::BlockCopy;
@@ -37,8 +39,8 @@ use crate::matrix::Matrix;
 use crate::merge::Merge;
 use crate::patches::Patches;
 use crate::rotary::RotaryTables;
-use crate::routing::{KeptExperts, Router, Routing, Scoring};
-use crate::sampling::Sampled;
+use crate::routing::{Router, Routing, Scoring};
+use crate::sampling::SampledTokens;
 use crate::step::{AttentionShape, Padding, Step, StepInput};
 use crate::weights::{ReadRows, WriteElements};
 
@@ -156,7 +158,7 @@ impl OpsImpl for CudaOps {
         self.sampler.answer(tasks, counts, logits, wanted)
     }
 
-    fn sampled<'a>(&'a self, step: &'a Step<'_>) -> Result<Sampled<'a>> {
+    fn sampled<'a>(&'a self, step: &'a Step<'_>) -> Result<Deferred<'a, SampledTokens>> {
         let (tasks, counts, vocabulary) = prepared(step).graph_tasks().expect("the graph answers the step's tasks");
         self.sampler.answered(tasks, counts, vocabulary, step.input().tasks)
     }
@@ -252,9 +254,26 @@ impl OpsImpl for CudaOps {
         self.rows.select(rows(x)?, indices, wanted.len(), rows(out)?)
     }
 
-    fn sample<'a>(&'a self, logits: &Tensor, step: &'a Step<'_>, wanted: Range<usize>) -> Result<Sampled<'a>> {
+    fn sample<'a>(
+        &'a self,
+        logits: &Tensor,
+        step: &'a Step<'_>,
+        wanted: Range<usize>,
+    ) -> Result<Deferred<'a, SampledTokens>> {
         let StepInput { logits: all, tasks, .. } = *step.input();
         self.sampler.sample(&self.pool, &self.staging, rows(logits)?, &all[wanted], tasks)
+    }
+
+    fn divergences<'a>(&'a self, logits: &Tensor, pairs: &[LogitsPair]) -> Result<Deferred<'a, Vec<Divergences>>> {
+        self.sampler.divergences(&self.staging, rows(logits)?, pairs)
+    }
+
+    fn read_rows(&self, x: &Tensor, indices: &[u32]) -> Result<Vec<f32>> {
+        self.rows.read(rows(x)?, indices)
+    }
+
+    fn write_rows(&self, values: &[f32], out: &Tensor) -> Result<()> {
+        self.rows.write(&self.staging, values, rows(out)?)
     }
 
     fn select_rows(&self, x: &Tensor, indices: &[u32], out: &Tensor) -> Result<()> {
@@ -299,7 +318,7 @@ impl OpsImpl for CudaOps {
         self.experts.route(&self.staging, rows(x)?, &router, forced, rows(logits)?, routing)
     }
 
-    fn kept_experts<'a>(&'a self, routing: &'a Routing, rows: usize) -> Result<KeptExperts<'a>> {
+    fn kept_experts<'a>(&'a self, routing: &'a Routing, rows: usize) -> Result<Deferred<'a, Vec<u16>>> {
         self.experts.kept(routing, rows)
     }
 
@@ -365,6 +384,7 @@ impl OpsImpl for CudaOps {
         self.linear.release();
         self.attention.release();
         self.experts.release();
+        self.rows.release();
         self.sampler.release();
         self.staging.release();
     }

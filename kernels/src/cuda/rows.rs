@@ -3,9 +3,11 @@
 use std::sync::Arc;
 
 use candle_core::Result;
+use candle_core::cuda_backend::WrapErr;
 use candle_core::cuda_backend::cudarc::driver::CudaFunction;
 
 use super::context::Context;
+use super::download::DownloadPool;
 use super::launch::{Launch, rows_grid};
 use super::matrix::CudaMatrix;
 use super::module::{Module, fat_binary};
@@ -23,7 +25,11 @@ pub(super) struct RowCopies {
     add_rows: CudaFunction,
     add: CudaFunction,
     add_scaled: CudaFunction,
+    read: DownloadPool<f32>,
 }
+
+/// Most bytes of rows that are on their way to the host, unless one row has more.
+pub(super) const READ_BYTES: usize = 1 << 20;
 
 impl RowCopies {
     pub fn load(context: &Arc<Context>) -> Result<Self> {
@@ -37,6 +43,7 @@ impl RowCopies {
             add_rows: module.function("add_rows")?,
             add: module.function("add")?,
             add_scaled: module.function("add_scaled")?,
+            read: DownloadPool::new(&context.stream),
         })
     }
 
@@ -73,6 +80,38 @@ impl RowCopies {
         assert!(indices.iter().all(|index| (*index as usize) < x.rows), "rows {indices:?} of {}", x.rows);
         let memory = self.context.upload(staging, indices)?;
         self.select(x, memory.pointer, indices.len(), out)
+    }
+
+    /// These rows of `x`, one after the other.
+    ///
+    /// # Panics
+    /// If an index is of no row of `x`.
+    pub fn read(&self, x: TensorRows, indices: &[u32]) -> Result<Vec<f32>> {
+        assert!(indices.iter().all(|index| (*index as usize) < x.rows), "rows {indices:?} of {}", x.rows);
+        let mut values = Vec::with_capacity(indices.len() * x.width);
+        for indices in indices.chunks((READ_BYTES / (x.width * size_of::<f32>())).max(1)) {
+            let mut landing = self.read.take(indices.len() * x.width)?;
+            for (index, to) in indices.iter().zip(landing.places(x.width)) {
+                // SAFETY: the row is in the device's memory, and it is read when the copy has been made.
+                unsafe { self.read.copy(x.rows_from(*index as usize).pointer, to)? };
+            }
+            landing.record()?;
+            values.extend_from_slice(landing.read()?);
+        }
+        Ok(values)
+    }
+
+    /// Writes values of the host to all rows of `out`.
+    pub fn write(&self, staging: &Staging, values: &[f32], out: TensorRows) -> Result<()> {
+        for (row, values) in values.chunks_exact(out.width).take(out.rows).enumerate() {
+            staging.copy(values, out.rows_from(row).pointer).w()?;
+        }
+        Ok(())
+    }
+
+    /// Gives the memory of the host that copies reuse back.
+    pub fn release(&self) {
+        self.read.release();
     }
 
     /// `out[indices[i]] = x[i]`, with indices of the host that are all different.

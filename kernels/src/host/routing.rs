@@ -5,7 +5,8 @@ use std::ops::Range;
 use candle_core::Result;
 
 use crate::backend::storage::RoutingImpl;
-use crate::routing::{KeptExperts, Routing};
+use crate::deferred::Deferred;
+use crate::routing::Routing;
 use crate::routing_shape::RoutingShape;
 
 /// How a router chooses and weighs, with values of the host; see [`Router`](crate::Router).
@@ -104,9 +105,9 @@ pub(crate) fn keep_experts(routing: &mut Routing, layer: usize) {
 }
 
 /// The experts that are kept of the first `rows` rows.
-pub(crate) fn kept_experts(routing: &Routing, rows: usize) -> KeptExperts<'_> {
+pub(crate) fn kept_experts(routing: &Routing, rows: usize) -> Deferred<'_, Vec<u16>> {
     let kept = &routing.storage::<HostRouting>().kept[..rows * routing.shape().kept_row()];
-    KeptExperts::new(|| Ok(kept.to_vec()))
+    Deferred::new(|| Ok(kept.to_vec()))
 }
 
 #[cfg(test)]

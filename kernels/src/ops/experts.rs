@@ -6,8 +6,9 @@ use candle_core::{Result, Tensor};
 use tracing::{Span, trace_span};
 
 use super::Ops;
+use crate::deferred::Deferred;
 use crate::matrix::Matrix;
-use crate::routing::{KeptExperts, Router, Routing};
+use crate::routing::{Router, Routing};
 use crate::routing_shape::NOT_FORCED;
 
 impl Ops {
@@ -51,7 +52,7 @@ impl Ops {
     ///
     /// # Panics
     /// If the routing has not as many rows, or keeps no layers.
-    pub fn kept_experts<'a>(&'a self, routing: &'a Routing, rows: usize) -> Result<KeptExperts<'a>> {
+    pub fn kept_experts<'a>(&'a self, routing: &'a Routing, rows: usize) -> Result<Deferred<'a, Vec<u16>>> {
         let shape = routing.shape();
         assert!(rows <= shape.rows && shape.kept_layers > 0, "{rows} rows of a routing of {}", shape.rows);
         let _span = trace_span!("kept_experts").entered();

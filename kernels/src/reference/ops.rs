@@ -6,12 +6,14 @@ use std::ops::Range;
 use candle_core::{Result, Tensor};
 use half::{bf16, f16};
 
-use super::sampling::answer;
+use super::sampling::{answer, divergences};
 use super::storage::{RowMajor, Slots};
 use super::{experts, operators};
 use crate::backend::operators::OpsImpl;
 use crate::backend::storage::MatrixImpl;
 use crate::buffer::DeviceBuffer;
+use crate::deferred::Deferred;
+use crate::divergence::{Divergences, LogitsPair};
 use crate::host::{HostRouter, HostRouting, keep_experts, kept_experts};
 use crate::kv_cache::KvCache;
 use crate::kv_layout::BlockCopy;
@@ -20,8 +22,8 @@ use crate::merge::Merge;
 use crate::merge::{LoraDelta, LowRank, MergeBase, WeightChange};
 use crate::patches::Patches;
 use crate::rotary::RotaryTables;
-use crate::routing::{KeptExperts, Router, Routing, Scoring};
-use crate::sampling::{Sampled, SampledTokens};
+use crate::routing::{Router, Routing, Scoring};
+use crate::sampling::SampledTokens;
 use crate::step::{AttentionShape, Step, StepInput};
 use crate::tensor::{rows, rows_mut, with_f32, with_f32_mut};
 use crate::values::Dtype;
@@ -147,7 +149,12 @@ impl OpsImpl for ReferenceOps {
         self.select_rows(x, &rows, out)
     }
 
-    fn sample<'a>(&'a self, logits: &Tensor, step: &'a Step<'_>, wanted: Range<usize>) -> Result<Sampled<'a>> {
+    fn sample<'a>(
+        &'a self,
+        logits: &Tensor,
+        step: &'a Step<'_>,
+        wanted: Range<usize>,
+    ) -> Result<Deferred<'a, SampledTokens>> {
         let StepInput { logits: all, tasks, .. } = *step.input();
         let tokens = rows(logits, |logits| {
             let answers = |(i, wanted): (usize, usize)| {
@@ -156,7 +163,24 @@ impl OpsImpl for ReferenceOps {
             };
             wanted.enumerate().flat_map(answers).collect()
         })?;
-        Ok(Sampled::new(|| Ok(SampledTokens { tokens, failed: Vec::new() })))
+        Ok(Deferred::ready(SampledTokens { tokens, failed: Vec::new() }))
+    }
+
+    fn divergences<'a>(&'a self, logits: &Tensor, pairs: &[LogitsPair]) -> Result<Deferred<'a, Vec<Divergences>>> {
+        let found = rows(logits, |logits| {
+            let of = |pair: &LogitsPair| divergences(logits.row(pair.policy), logits.row(pair.reference), pair);
+            pairs.iter().map(of).collect()
+        })?;
+        Ok(Deferred::ready(found))
+    }
+
+    fn read_rows(&self, x: &Tensor, indices: &[u32]) -> Result<Vec<f32>> {
+        rows(x, |x| indices.iter().flat_map(|index| x.row(*index as usize)).copied().collect())
+    }
+
+    fn write_rows(&self, values: &[f32], out: &Tensor) -> Result<()> {
+        let (count, width) = out.dims2()?;
+        rows_mut(out, |mut out| (0..count).for_each(|i| out.row_mut(i).copy_from_slice(&values[i * width..][..width])))
     }
 
     fn select_rows(&self, x: &Tensor, indices: &[u32], out: &Tensor) -> Result<()> {
@@ -220,7 +244,7 @@ impl OpsImpl for ReferenceOps {
         Ok(())
     }
 
-    fn kept_experts<'a>(&'a self, routing: &'a Routing, rows: usize) -> Result<KeptExperts<'a>> {
+    fn kept_experts<'a>(&'a self, routing: &'a Routing, rows: usize) -> Result<Deferred<'a, Vec<u16>>> {
         Ok(kept_experts(routing, rows))
     }
 

@@ -2,6 +2,7 @@
 
 use std::cmp::Ordering;
 
+use crate::divergence::{Divergences, LogitsPair};
 use crate::sampling::{Distribution, SamplingTask, Support, TokenLogprobs, TokenReturns, is_set, uniform};
 
 /// The answer to one task of a row.
@@ -52,6 +53,15 @@ fn returned(
         returned.support = Support { size, log_mass: number(log_mass), ids };
     }
     (task.returns.entropy || task.returns.support.is_some()).then(|| Box::new(returned))
+}
+
+/// The divergences of two rows.
+pub(super) fn divergences(policy: &[f32], reference: &[f32], pair: &LogitsPair) -> Divergences {
+    let log_probabilities =
+        |row: &[f32]| log_softmax(&row.iter().map(|x| f64::from(*x) * f64::from(pair.scale())).collect::<Vec<_>>());
+    let (p, q) = (log_probabilities(policy), log_probabilities(reference));
+    let kl = |p: &[f64], q: &[f64]| p.iter().zip(q).map(|(p, q)| p.exp() * (p - q)).sum::<f64>();
+    Divergences::new(kl(&p, &q), kl(&q, &p))
 }
 
 /// In nats.

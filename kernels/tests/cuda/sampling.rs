@@ -4,7 +4,8 @@ use std::fmt::Debug;
 
 use candle_core::Tensor;
 use rollout_kernels::{
-    AttentionSequence, Distribution, Padding, RowTasks, SamplingTask, StepInput, Support, TaskReturns, TokenLogprobs,
+    AttentionSequence, Distribution, LogitsPair, Padding, RowTasks, SamplingTask, StepInput, Support, TaskReturns,
+    TokenLogprobs,
 };
 
 use crate::common::{self, Random, Rank, cuda};
@@ -211,5 +212,32 @@ fn a_padded_step_of_any_number_of_axes_has_the_same_answers() {
         rank.ops.sample_in_graph(&selected, &step, 0..step.rows()).unwrap();
         let found = rank.ops.sampled(&step).unwrap().read().unwrap().tokens;
         same(&found, &answers(&rank, &logits, &wanted, &tasks), &tasks, &format!("{rows} rows, {axes} axes"));
+    }
+}
+
+#[test]
+fn divergences_are_those_of_the_cpu() {
+    let (cuda, cpu) = (cuda().unwrap(), cpu());
+    for (seed, vocab) in [(1, 1), (2, 100), (3, 127), (4, 128), (5, 5000), (6, 151_936)] {
+        let random = &mut Random::new(seed);
+        let rows = random.between(2, 70);
+        let base = random.normals(vocab, 3.0);
+        let distance = [0.0, 0.01, 1.0, 20.0][random.below(4)];
+        let mut logits: Vec<f32> = (0..rows)
+            .flat_map(|_| base.iter().map(|x| x + distance * random.normals(1, 1.0)[0]).collect::<Vec<_>>())
+            .collect();
+        logits[random.below(rows * vocab)] = [0.0, f32::NAN, f32::NEG_INFINITY][random.below(3)];
+        let pairs: Vec<LogitsPair> = (0..random.between(1, 70))
+            .map(|_| LogitsPair {
+                policy: random.below(rows),
+                reference: random.below(rows),
+                temperature: [1.0, 0.3, 1.7][random.below(3)],
+            })
+            .collect();
+        let [found, expected] = [&cuda, &cpu].map(|rank| {
+            let answers = rank.ops.divergences(&rank.tensor(&logits, rows, vocab), &pairs).unwrap().read().unwrap();
+            answers.iter().flat_map(|d| [d.kl.to_bits(), d.reverse_kl.to_bits()]).collect::<Vec<_>>()
+        });
+        assert_eq!(found, expected, "seed {seed}, vocabulary of {vocab}");
     }
 }

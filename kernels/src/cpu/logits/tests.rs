@@ -1,5 +1,6 @@
 use super::super::math;
 use super::*;
+use crate::divergence::Divergences;
 
 /// Rows of several lengths, each with ties, `-inf` and a wide range. In the long rows the logits become ever lower.
 fn rows() -> Vec<Vec<f32>> {
@@ -207,6 +208,72 @@ fn bins_descend_with_the_logits_and_their_measures_are_those_of_their_tokens() {
             for isa in Isa::available() {
                 assert_eq!(histogram(isa, &row, bins, Measure::Mass(0.5)), masses, "{}", isa.name());
                 assert_eq!(histogram(isa, &row, bins, Measure::Count), counts, "{}", isa.name());
+            }
+        }
+    }
+}
+
+/// Both divergences in float64.
+fn exact_divergences(policy: &[f32], reference: &[f32], scale: f32) -> [f64; 2] {
+    let logs = |row: &[f32]| {
+        let scaled: Vec<f64> = row.iter().map(|x| f64::from(*x) * f64::from(scale)).collect();
+        let max = scaled.iter().copied().fold(f64::NEG_INFINITY, f64::max);
+        let total = scaled.iter().map(|x| (x - max).exp()).sum::<f64>().ln();
+        scaled.into_iter().map(|x| x - max - total).collect::<Vec<_>>()
+    };
+    let (p, q) = (logs(policy), logs(reference));
+    let kl = |p: &[f64], q: &[f64]| p.iter().zip(q).map(|(p, q)| p.exp() * (p - q)).sum();
+    [kl(&p, &q), kl(&q, &p)]
+}
+
+#[test]
+fn divergences_are_close_to_float64_also_where_they_are_tiny_and_the_same_bits_on_every_instruction_set() {
+    let mut state = 0xD1FF_u64;
+    println!("seed {state:#x}");
+    let mut next = move || {
+        state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+        (state >> 40) as f32 / (1u64 << 24) as f32 - 0.5
+    };
+    for vocab in [1, 5, VOCAB_BLOCK - 1, VOCAB_BLOCK, VOCAB_BLOCK + 1, 1000, 49_152] {
+        let policy: Vec<f32> = (0..vocab).map(|_| next() * 20.0).collect();
+        for distance in [0.0, 1e-3, 0.03, 1.0, 4.0, 30.0] {
+            let reference: Vec<f32> = policy.iter().map(|x| x + next() * distance + 3.0).collect();
+            for scale in [1.0, 0.25, 2.0] {
+                let found = divergences(Isa::detect(), &policy, &reference, scale);
+                let exact = exact_divergences(&policy, &reference, scale);
+                for (found, exact) in [found.kl, found.reverse_kl].into_iter().zip(exact) {
+                    // Each `d` has the roundings of logits of up to 20, and their mean effect is at most the distance of
+                    // the distributions, which the divergence bounds (Pinsker's inequality).
+                    let rounding = f64::from(20.0 * scale * f32::EPSILON);
+                    let distance_bound = (2.0 * exact.max(0.0)).sqrt();
+                    let bound = 4e-6 * exact.abs() + rounding * distance_bound + rounding * rounding;
+                    let error = (f64::from(found) - exact).abs();
+                    assert!(error <= bound, "{vocab} at {distance}, {scale}: {found}, exact {exact}");
+                    assert!(found >= 0.0);
+                }
+                for isa in Isa::available() {
+                    let other = divergences(isa, &policy, &reference, scale);
+                    let bits = |d: Divergences| (d.kl.to_bits(), d.reverse_kl.to_bits());
+                    assert_eq!(bits(other), bits(found), "{}", isa.name());
+                }
+            }
+        }
+        let itself = divergences(Isa::detect(), &policy, &policy, 1.0);
+        assert_eq!(itself, Divergences { kl: 0.0, reverse_kl: 0.0 });
+    }
+}
+
+#[test]
+fn divergences_of_rows_with_a_logit_that_is_not_finite_are_not_numbers() {
+    for bad in [f32::NAN, f32::INFINITY, f32::NEG_INFINITY] {
+        for (vocab, at) in [(1, 0), (300, 0), (300, 150), (300, 299)] {
+            let (good, mut broken) = (vec![0.5; vocab], vec![0.25; vocab]);
+            broken[at] = bad;
+            for (policy, reference) in [(&good, &broken), (&broken, &good), (&broken, &broken)] {
+                for isa in Isa::available() {
+                    let found = divergences(isa, policy, reference, 1.0);
+                    assert!(found.kl.is_nan() && found.reverse_kl.is_nan(), "{bad} at {at} of {vocab}: {found:?}");
+                }
             }
         }
     }

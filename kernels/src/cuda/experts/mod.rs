@@ -16,7 +16,8 @@ use super::matrix::CudaMatrix;
 use super::module::{Module, fat_binary};
 use super::staging::Staging;
 use super::tensor::TensorRows;
-use crate::routing::{KeptExperts, Routing};
+use crate::deferred::Deferred;
+use crate::routing::Routing;
 use crate::values::StorageDtype;
 pub(super) use routing::CudaRouting;
 
@@ -115,7 +116,7 @@ impl ExpertKernels {
     }
 
     /// See [`Ops::kept_experts`](crate::Ops::kept_experts).
-    pub fn kept<'a>(&'a self, routing: &'a Routing, rows: usize) -> Result<KeptExperts<'a>> {
+    pub fn kept<'a>(&'a self, routing: &'a Routing, rows: usize) -> Result<Deferred<'a, Vec<u16>>> {
         let (len, from) = (rows * routing.shape().kept_row(), routing.storage::<CudaRouting>());
         let mut copy = self.kept.take(len)?;
         for to in copy.places(len) {
@@ -123,7 +124,7 @@ impl ExpertKernels {
             unsafe { self.kept.copy(from.kept_of(0), to)? };
         }
         copy.record()?;
-        Ok(KeptExperts::new(move || Ok(copy.read()?.to_vec())))
+        Ok(Deferred::new(move || Ok(copy.read()?.to_vec())))
     }
 
     /// Gives the memory of the host that copies reuse back.

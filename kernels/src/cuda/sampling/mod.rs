@@ -3,6 +3,7 @@
 //! The device answers rows whose tasks edit no logits and list no likely tokens. The logits of the others are copied to
 //! the host. Either way the bits are those of the CPU.
 
+mod divergences;
 mod on_device;
 
 use std::ops::Range;
@@ -11,6 +12,8 @@ use std::sync::Arc;
 use candle_core::Result;
 use candle_core::cuda_backend::WrapErr;
 
+pub(super) use self::divergences::DIVERGENCE_BYTES;
+use self::divergences::DivergenceKernels;
 use self::on_device::{Answers, DeviceSampler};
 pub(super) use self::on_device::{TaskBatch, TaskCounts};
 use super::context::Context;
@@ -18,7 +21,9 @@ use super::download::{Download, DownloadPool};
 use super::staging::Staging;
 use super::tensor::TensorRows;
 use crate::cpu::{Isa, LogitsTasks, Samplers, ThreadPool};
-use crate::sampling::{Sampled, SampledTokens, SamplingTask};
+use crate::deferred::Deferred;
+use crate::divergence::{Divergences, LogitsPair};
+use crate::sampling::{SampledTokens, SamplingTask};
 use crate::step::RowTasks;
 
 /// How many calls may have logits on the way to the host. A further one waits for its own, so that a long prompt
@@ -37,6 +42,7 @@ pub(super) struct Sampler {
     context: Arc<Context>,
     on_device: DeviceSampler,
     on_host: Samplers,
+    divergences: DivergenceKernels,
     logits: DownloadPool<f32>,
 }
 
@@ -45,6 +51,7 @@ impl Sampler {
         Ok(Self {
             on_device: DeviceSampler::load(context)?,
             on_host: Samplers::new(Isa::detect()),
+            divergences: DivergenceKernels::load(context)?,
             logits: DownloadPool::new(&context.stream),
             context: context.clone(),
         })
@@ -59,7 +66,7 @@ impl Sampler {
         logits: TensorRows,
         wanted: &'a [RowTasks],
         tasks: &'a [SamplingTask<'a>],
-    ) -> Result<Sampled<'a>> {
+    ) -> Result<Deferred<'a, SampledTokens>> {
         self.context.stream.context().bind_to_thread().w()?;
         let wanted: Vec<_> = wanted.iter().map(|wanted| &tasks[wanted.tasks.clone()]).collect();
         let (mut questions, mut host_rows) = (TaskBatch::default(), Vec::new());
@@ -86,10 +93,21 @@ impl Sampler {
             Ok(merged(&wanted, &host_rows, of_host, Answers::new(answers)))
         };
         if in_time {
-            return Ok(Sampled::new(read));
+            return Ok(Deferred::new(read));
         }
         let sampled = read()?;
-        Ok(Sampled::new(|| Ok(sampled)))
+        Ok(Deferred::ready(sampled))
+    }
+
+    /// Starts to compute the divergences of pairs of rows.
+    pub fn divergences<'a>(
+        &'a self,
+        staging: &Staging,
+        logits: TensorRows,
+        pairs: &[LogitsPair],
+    ) -> Result<Deferred<'a, Vec<Divergences>>> {
+        self.context.stream.context().bind_to_thread().w()?;
+        self.divergences.start(staging, logits, pairs)
     }
 
     /// Answers the tasks of these rows of a step, one of each, by questions at an address.
@@ -104,9 +122,9 @@ impl Sampler {
         counts: TaskCounts,
         vocab: usize,
         tasks: &'a [SamplingTask<'a>],
-    ) -> Result<Sampled<'a>> {
+    ) -> Result<Deferred<'a, SampledTokens>> {
         let answers = self.on_device.answered(asked, counts, vocab, tasks.len())?;
-        Ok(Sampled::new(move || {
+        Ok(Deferred::new(move || {
             let mut answers = Answers::new(answers.read()?);
             let tokens = tasks.iter().map(|task| answers.next(task)).collect();
             Ok(SampledTokens { tokens, failed: Vec::new() })
@@ -129,6 +147,7 @@ impl Sampler {
     pub fn release(&self) {
         self.on_device.release();
         self.on_host.release();
+        self.divergences.release();
         self.logits.release();
     }
 }

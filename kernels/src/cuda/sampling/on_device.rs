@@ -18,10 +18,10 @@ use crate::cpu::{certain_logprob, logprob};
 use crate::sampling::{SamplingTask, TaskReturns, TokenLogprobs, uniform};
 
 /// Blocks of the vocabulary of which a kernel has two values each in its 48 KiB of shared memory.
-const MAX_BLOCKS: usize = 5632;
+pub(super) const MAX_BLOCKS: usize = 5632;
 /// Threads of a block of each kernel, and blocks of the vocabulary of one of `summarise`.
-const THREADS: u32 = 256;
-const BLOCKS_AT_ONCE: usize = 32;
+pub(super) const THREADS: u32 = 256;
+pub(super) const BLOCKS_AT_ONCE: usize = 32;
 /// Stands for no target.
 const NO_TARGET: u32 = u32::MAX;
 
@@ -126,7 +126,7 @@ struct TaskAddresses {
 }
 
 /// The address of the word so many places behind that at `first`.
-fn word(first: u64, index: usize) -> u64 {
+pub(super) fn word(first: u64, index: usize) -> u64 {
     first + (index * size_of::<u32>()) as u64
 }
 
