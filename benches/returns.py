@@ -15,6 +15,7 @@ import datetime
 import os
 import sys
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -35,6 +36,7 @@ ALL = Returns(entropy=True, support=True, top=64)
 TAIL_MEDIAN, TAIL_SPREAD = 60, 0.8
 """Median and sigma of the lognormal lengths of answers in the tail's workload."""
 REFERENCES = Returns(references=[None])
+DIVERGENCES = replace(REFERENCES, divergences=True)
 Row = tuple[str, list[float], list[float], str]
 
 
@@ -90,21 +92,23 @@ def references(client: RolloutClient, model: Path, prompts: list[list[int]], run
             logits = theirs(part, logits_to_keep=GROUPS.new_tokens + 1).logits[:, :-1].float()
             torch.log_softmax(logits, -1).gather(-1, part[:, -GROUPS.new_tokens :, None])
 
-    with_, without, scored, transformed = paired(
+    with_, whole, without, scored, transformed = paired(
         runs,
         lambda: seconds(lambda: generate(client, prompts, sampling, adapter=ADAPTER, returns=REFERENCES)),
+        lambda: seconds(lambda: generate(client, prompts, sampling, adapter=ADAPTER, returns=DIVERGENCES)),
         lambda: seconds(lambda: generate(client, prompts, sampling, adapter=ADAPTER)),
         lambda: seconds(lambda: score(client, samples)),
         lambda: seconds(forward),
     )
-    added = [a - b for a, b in zip(with_, without, strict=True)]
+    added, added_whole = ([a - b for a, b in zip(long, without, strict=True)] for long in (with_, whole))
     return [
         ("W1 with a reference, s (beside: without)", with_, without, ""),
         ("… the difference beside a Score of the same samples, s", added, scored, "≤ 1.1"),
+        ("… with both divergences over the whole vocabulary", added_whole, scored, "≤ 1.1"),
         (
-            f"transformers {transformers.__version__}, its forward pass over them, s (beside: the difference)",
+            f"transformers {transformers.__version__}, its forward pass over them, s (beside: our divergences)",
             transformed,
-            added,
+            added_whole,
             "≥ 1.8",
         ),
     ]
@@ -147,6 +151,42 @@ def long_tail(client: RolloutClient, prompts: list[list[int]], runs: int) -> lis
     return [(title, added, scored, "≤ 0.4")]
 
 
+def adapters(client: RolloutClient, prompts: list[list[int]], runs: int) -> list[Row]:
+    """Eight resident adapters in each step, one for each prompt, beside one that is merged."""
+    tensors, config = random_adapter(client.parameters())
+    names = [f"tenant-{number}" for number in range(len(prompts))]
+    for name in names:
+        client.push_lora(tensors, config, name=name)
+    client.push_lora(tensors, config)
+    sampling = SamplingParams(max_tokens=GROUPS.new_tokens, ignore_eos=True, seed=5)
+
+    def each(names: list[str | None]) -> None:
+        client.reset_prefix_cache()
+        with ThreadPoolExecutor(len(prompts)) as threads:
+            calls = [
+                threads.submit(client.generate, [prompt], GROUPS.n, sampling, return_text=False, adapter=name)
+                for prompt, name in zip(prompts, names, strict=True)
+            ]
+            for call in calls:
+                call.result()
+
+    merged, resident = paired(
+        runs,
+        lambda: seconds(lambda: each([None] * len(prompts))),
+        lambda: seconds(lambda: each(names)),
+    )
+    for name in names:
+        client.remove_adapter(name)
+    return [
+        (
+            f"W1 of a merged adapter, s (beside: {len(names)} resident adapters, one a prompt)",
+            merged,
+            resident,
+            "≥ 0.85",
+        )
+    ]
+
+
 def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--server", default="target/release/rollout-server", help="the server's binary")
@@ -158,7 +198,7 @@ def parse_args() -> argparse.Namespace:
 
 def main() -> int:
     args, load = parse_args(), os.getloadavg()[0]
-    flags = ["--dtype", "bfloat16", "--speculation", "off", "--mem-util", "0.4", "--max-adapters", "1", "--keep-base"]
+    flags = ["--dtype", "bfloat16", "--speculation", "off", "--mem-util", "0.4", "--max-adapters", "9", "--keep-base"]
     flags += args.flags
     print(f"\n### Returns — {datetime.datetime.now(tz=datetime.timezone.utc):%Y-%m-%d}, commit {commit()}\n")
     print(f"{machine()}, load {load:.1f}; {args.model.name} in bfloat16; {args.runs} runs in turn.\n")
@@ -174,6 +214,7 @@ def main() -> int:
             partial(references, client, args.model, prompts),
             partial(long_tail, client, many),
             partial(kept_base, client, prompts),
+            partial(adapters, client, prompts),
         ]
         for part in parts:
             for title, ours, beside, aim in part(args.runs):

@@ -26,6 +26,7 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import peft
 import torch
 import transformers
@@ -159,7 +160,7 @@ def sample(
         watch("wake")
         if with_reference:
             client.push_lora(model, name=POLICY)
-            options = GenerateOptions(adapter=POLICY, returns=Returns(references=[None]))
+            options = GenerateOptions(adapter=POLICY, returns=Returns(references=[None], divergences=True))
             watch("push")
         else:
             options = GenerateOptions(if_weight_version=client.push_lora(model).weight_version)  # one more than before
@@ -209,13 +210,16 @@ def make_batch(prompts: Sequence[Prompt], groups: list[PromptOutput], rewards: t
     )
 
 
-def learn(
-    model: peft.PeftModel, optimizer: torch.optim.Optimizer, batch: Batch, settings: Settings
-) -> tuple[float, float | None]:
+def mean_divergence(groups: list[PromptOutput]) -> float | None:
+    """KL(policy || base model) of a token, by the server; None if the samples have no reference."""
+    scores = [one.references[0].kl for group in groups for one in group.samples if one.references]
+    return float(np.concatenate(scores).mean()) if scores else None
+
+
+def learn(model: peft.PeftModel, optimizer: torch.optim.Optimizer, batch: Batch, settings: Settings) -> float:
     """One step of the optimizer.
 
-    Returns the largest difference of log-probabilities between trainer and server, and the mean divergence from the
-    base model, if it is in the loss.
+    Returns the largest difference of log-probabilities between trainer and server.
     """
     new_logprobs = logprobs(model, batch, settings.temperature)
     # How much more likely the trainer's policy makes each token than the one that sampled it. After a push it is 1, and
@@ -223,17 +227,17 @@ def learn(
     ratio = torch.exp(new_logprobs - batch.old_logprobs)
     clipped = ratio.clamp(1 - settings.clip, 1 + settings.clip)
     gain = torch.minimum(ratio * batch.advantages, clipped * batch.advantages)
-    loss, kl = -gain[batch.answer].mean(), None
+    loss = -gain[batch.answer].mean()
     if batch.reference_logprobs is not None:
-        # An estimate of KL(policy || base) that is never negative, as TRL has it.
+        # An estimate of KL(policy || base) that is never negative, as TRL has it. It has a gradient, which the exact
+        # divergence of the server has not.
         away = batch.reference_logprobs - new_logprobs
-        divergence = (torch.exp(away) - away - 1)[batch.answer].mean()
-        loss, kl = loss + settings.kl * divergence, divergence.item()
+        loss = loss + settings.kl * (torch.exp(away) - away - 1)[batch.answer].mean()
     optimizer.zero_grad()
     loss.backward()
     torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     optimizer.step()
-    return (new_logprobs - batch.old_logprobs)[batch.answer].abs().max().item(), kl
+    return (new_logprobs - batch.old_logprobs)[batch.answer].abs().max().item()
 
 
 def train(
@@ -260,7 +264,7 @@ def train(
         )
         rewards = [[question.reward(one.text) for one in g.samples] for question, g in zip(asked, groups, strict=True)]
         batch = make_batch(prompts, groups, torch.tensor(rewards))
-        difference, kl = learn(model, optimizer, batch, settings)
+        difference, kl = learn(model, optimizer, batch, settings), mean_divergence(groups)
         watch("train")
         reward = torch.tensor(rewards).mean().item()
         steps.append(Step(reward, difference, int(batch.answer.sum()), watch.seconds, kl))

@@ -92,7 +92,7 @@ def draw(steps: Sequence[Step], exams: Sequence[Exam], path: Path, title: str) -
     time.legend(loc="upper right", fontsize=8, ncols=2)
     if has_kl:
         panels[3].plot(numbers, [step.kl for step in steps], color="#0072b2")
-        panels[3].set(title="KL(policy ‖ base) of a sampled token, nats")
+        panels[3].set(title="KL(policy ‖ base), nats a token")
     for axes in panels:
         axes.set_xlabel("step")
         axes.grid(alpha=0.25)

@@ -18,8 +18,8 @@ impl LogitsPair {
     }
 }
 
-/// Kullback-Leibler divergences over the whole vocabulary, in nats. Both are NaN if a logit of either row is not finite,
-/// or if one of them is too large for float32.
+/// Kullback-Leibler divergences over the whole vocabulary, in nats. Both are NaN if a logit of either row is not
+/// finite, or if one of them is too large for float32.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Divergences {
     /// `KL(policy || reference)`: the sum of `policy * ln(policy / reference)`.

@@ -9,6 +9,7 @@
 //! alone and in any batch.
 
 mod activations;
+mod adapter;
 mod backend;
 mod borrowed;
 mod broadcast;
@@ -39,6 +40,7 @@ mod values;
 mod weights;
 
 pub use activations::Activations;
+pub use adapter::{AdapterFactors, AdapterRows, UpFactor};
 pub use backend::broadcast::{Broadcast, IsCancelled, OnBytes};
 pub use backend::device::{AttentionKernel, DeviceOptions, ModelShape};
 pub use backend::storage::{BorrowedRows, Digested};

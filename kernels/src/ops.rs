@@ -7,6 +7,7 @@ use std::sync::Mutex;
 use candle_core::{Error, Result, Tensor};
 use tracing::{Span, trace_span};
 
+use crate::adapter::AdapterRows;
 use crate::backend::operators::OpsImpl;
 use crate::buffer::DeviceBuffer;
 use crate::deferred::Deferred;
@@ -357,6 +358,25 @@ impl Ops {
     pub fn add_scaled(&self, x: &Tensor, scale: &DeviceBuffer, out: &Tensor) -> Result<()> {
         let _span = trace_span!("add_scaled").entered();
         self.0.add_scaled(x, scale, out)
+    }
+
+    /// `out[rows] += b (a x[rows])` of several adapters at once, if the device has a job for them: returns whether it
+    /// was done. The bits are those of [`Ops::linear`] and [`Ops::add_rows`] for each adapter alone. `scratch` has flat
+    /// buffers for the selected rows, for `a x` and for `b (a x)`.
+    ///
+    /// # Panics
+    /// If shapes do not agree, or two adapters have a row in common.
+    pub fn add_adapters(
+        &self,
+        x: &Tensor,
+        groups: &[AdapterRows<'_>],
+        scratch: [&Tensor; 3],
+        out: &Tensor,
+    ) -> Result<bool> {
+        let _span = trace_span!("add_adapters", adapters = groups.len()).entered();
+        let rows: Vec<u32> = groups.iter().flat_map(|group| group.rows).copied().collect();
+        check_distinct(&rows, out.dim(0)?);
+        self.0.add_adapters(x, groups, scratch, out)
     }
 
     /// Stores rows of `w` as `read` gives them, some at a time; rounds to nearest even where the matrix is bfloat16.

@@ -33,6 +33,8 @@ use std::any::Any;
 use rand_chacha::ChaCha8Rng;
 use rand_chacha::rand_core::{RngCore, SeedableRng};
 
+use crate::divergence::Divergences;
+
 /// One question to a row of logits. Every token id in it is below the vocabulary's size, except in `banned`.
 #[derive(Clone, Copy, Debug)]
 pub struct SamplingTask<'a> {
@@ -173,6 +175,10 @@ pub struct TokenReturns {
     /// Entropy of the distribution sampled from, in nats.
     pub entropy: f32,
     pub support: Support,
+    /// The final hidden state of the row, from which its logits can be computed again. The sampler leaves it empty.
+    pub hidden: Vec<f32>,
+    /// The divergences between this row's distribution and another policy's. The sampler leaves them unset.
+    pub divergences: Option<Divergences>,
 }
 
 /// The tokens that have a probability in the distribution sampled from.
@@ -196,10 +202,11 @@ impl TokenLogprobs {
         /// The allocator's own bytes of each block.
         const HEADER: usize = 16;
         let list = |bytes: usize| if bytes == 0 { 0 } else { bytes + HEADER };
-        let returned = self
-            .returned
-            .as_ref()
-            .map_or(0, |returned| list(size_of::<TokenReturns>()) + list(size_of_val(&returned.support.ids[..])));
+        let returned = self.returned.as_ref().map_or(0, |returned| {
+            list(size_of::<TokenReturns>())
+                + list(size_of_val(&returned.support.ids[..]))
+                + list(size_of_val(&returned.hidden[..]))
+        });
         list(size_of_val(&self.top[..])) + returned
     }
 }

@@ -126,7 +126,7 @@ impl<'a> Step<'a> {
         self.rows
     }
 
-    pub(crate) fn input(&self) -> &StepInput<'a> {
+    pub fn input(&self) -> &StepInput<'a> {
         &self.input
     }
 

@@ -265,7 +265,7 @@ fn check_policy<X: Executor>(
         Ok(PolicyWeights::with_adapter(generation))
     };
     let weights = find("adapter", &request.adapter)?;
-    let references = request.references.iter().enumerate();
+    let references = request.policies.references.iter().enumerate();
     let references = references.map(|(i, name)| find(&reference_field(i), name));
     Ok((weights, references.collect::<Result<_>>()?))
 }

@@ -48,6 +48,7 @@ mod request;
 mod request_state;
 mod requests;
 mod rescoring;
+mod sample;
 mod sleep;
 mod status;
 mod step;
@@ -64,8 +65,9 @@ use std::time::{Duration, Instant};
 pub use client::{Activity, BusyGuard, CancelFlag};
 pub use command::*;
 pub use request::{
-    AdapterReader, Completion, Event, GenerateCommand, PolicyScore, PromptSampling, RequestClient, RequestKind,
-    RequestList, RequestProgress, RequestStatus, Responder, SampleTimes, Summary, TopArrays, ValidRequest,
+    AdapterReader, Completion, Event, GenerateCommand, OtherPolicies, PolicyScore, PolicyScores, PromptSampling,
+    RequestClient, RequestKind, RequestList, RequestProgress, RequestStatus, Responder, SampleTimes, Summary,
+    TopArrays, ValidRequest,
 };
 
 pub use self::core::Setup;

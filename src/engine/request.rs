@@ -8,7 +8,9 @@ use super::client::CancelFlag;
 use crate::error::Error;
 use crate::grammar::Grammar;
 use crate::memory::{Backlog, Charge};
-use crate::types::{FinishReason, Owner, Prompt, RoutingFormat, SamplingParams, TokenLogprobs, WeightVersion};
+use crate::types::{
+    Divergences, FinishReason, Owner, Prompt, RoutingFormat, SamplingParams, TokenLogprobs, WeightVersion,
+};
 
 /// A request on its way into the engine.
 pub struct GenerateCommand {
@@ -30,13 +32,8 @@ pub struct ValidRequest {
     /// Sampling of the prompts, by index, to which `params` and `grammar` do not apply. Empty for
     /// [`RequestKind::Score`].
     pub prompt_sampling: BTreeMap<u32, PromptSampling>,
-    /// The policies under which finished samples are scored as well: names of resident adapters, and `None` for the
-    /// policy without one. Empty for [`RequestKind::Score`].
-    pub references: Vec<Option<String>>,
-    /// Whether finished samples are scored under the base below the merged adapter, which the server must keep.
-    pub scores_base: bool,
-    /// Whether finished samples are scored under the policy that serves then, if another made some of their tokens.
-    pub scores_current: bool,
+    /// The other policies under which finished samples and scored sequences are scored.
+    pub policies: OtherPolicies,
     /// The encoding of the most likely tokens, if the reply has them in arrays.
     pub top_arrays: Option<TopArrays>,
     /// How the experts that tokens took are returned, if they are. The server must keep them.
@@ -72,6 +69,26 @@ impl ValidRequest {
 /// The field of a request that names this one of its references.
 pub(super) fn reference_field(index: usize) -> String {
     format!("returns.references[{index}]")
+}
+
+/// The policies under which a request has its tokens scored, beside the one that samples or scores them.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct OtherPolicies {
+    /// Names of resident adapters, and `None` for the policy without one.
+    pub references: Vec<Option<String>>,
+    /// The base below the merged adapter, which the server must keep.
+    pub base: bool,
+    /// The policy that serves when a sample ends, if another made some of its tokens. False for [`RequestKind::Score`].
+    pub current: bool,
+    /// Whether the references and the base have their divergences from the request's own policy.
+    pub divergences: bool,
+}
+
+impl OtherPolicies {
+    /// Whether there are any.
+    pub(super) fn are_some(&self) -> bool {
+        self.base || self.current || !self.references.is_empty()
+    }
 }
 
 /// The most likely tokens of all positions in two arrays.
@@ -151,6 +168,8 @@ pub enum Event {
         /// `return_routing` is set.
         routing: Vec<u8>,
         weight_version: WeightVersion,
+        /// The scores of a scored sequence under other policies.
+        scores: PolicyScores,
     },
     /// One sample has ended.
     Completion(Completion),
@@ -166,11 +185,16 @@ impl Event {
         let heap = match self {
             Self::Token { logprobs, text, .. } => logprobs.heap_bytes() + text.as_ref().map_or(0, String::len),
             Self::Text { text, .. } => text.len(),
-            Self::PromptDone { logprobs, routing, .. } => logprobs.as_deref().map_or(0, tokens_bytes) + routing.len(),
+            Self::PromptDone { logprobs, routing, scores, .. } => {
+                logprobs.as_deref().map_or(0, tokens_bytes) + routing.len() + scores.bytes()
+            }
             Self::Completion(c) => {
                 let text = c.text.as_ref().map_or(0, String::len);
-                let scores: usize = c.references.iter().chain(&c.base).chain(&c.current).map(PolicyScore::bytes).sum();
-                tokens_bytes(&c.tokens) + size_of_val(&c.weight_versions[..]) + text + c.routing.len() + scores
+                tokens_bytes(&c.tokens)
+                    + size_of_val(&c.weight_versions[..])
+                    + text
+                    + c.routing.len()
+                    + c.scores.bytes()
             }
             Self::Done(_) | Self::Failed(_) => 0,
         };
@@ -202,25 +226,42 @@ pub struct Completion {
     /// The experts of `tokens` without the last one, which is not run: those in the step that sampled the token after.
     /// Empty unless `return_routing` is set.
     pub routing: Vec<u8>,
-    /// The scores of `tokens` under [`ValidRequest::references`], in their order; empty if there was no time for them.
+    /// The scores of `tokens` under other policies.
+    pub scores: PolicyScores,
+}
+
+/// The scores of one sequence under [`OtherPolicies`].
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct PolicyScores {
+    /// In the order of [`OtherPolicies::references`]; empty if the request ended before they were there.
     pub references: Vec<PolicyScore>,
-    /// The score of `tokens` under the base, if [`ValidRequest::scores_base`] asks for it.
     pub base: Option<PolicyScore>,
-    /// The score of `tokens` under the policy that served last, if [`ValidRequest::scores_current`] asks for it.
     pub current: Option<PolicyScore>,
 }
 
-/// Log-probabilities of a sample's tokens under one policy.
+impl PolicyScores {
+    pub fn all(&self) -> impl Iterator<Item = &PolicyScore> {
+        self.references.iter().chain(&self.base).chain(&self.current)
+    }
+
+    fn bytes(&self) -> usize {
+        self.all().map(PolicyScore::bytes).sum()
+    }
+}
+
+/// Log-probabilities of consecutive tokens under one policy.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct PolicyScore {
     /// Raw and processed, for each token.
     pub logprobs: Vec<(f32, f32)>,
+    /// The divergences from the request's own policy where each token was predicted; empty if they are not asked for.
+    pub divergences: Vec<Divergences>,
     pub weight_version: WeightVersion,
 }
 
 impl PolicyScore {
     fn bytes(&self) -> usize {
-        size_of::<Self>() + size_of_val(&self.logprobs[..])
+        size_of::<Self>() + size_of_val(&self.logprobs[..]) + size_of_val(&self.divergences[..])
     }
 }
 

@@ -6,10 +6,11 @@ use std::time::Instant;
 
 use super::client::CancelFlag;
 use super::request::{
-    AdapterReader, Completion, Event, GenerateCommand, RequestClient, RequestKind, RequestProgress, RequestStatus,
-    SampleTimes, Summary, ValidRequest, reference_field, tokens_bytes,
+    AdapterReader, Completion, Event, GenerateCommand, PolicyScores, RequestClient, RequestKind, RequestProgress,
+    RequestStatus, SampleTimes, Summary, ValidRequest, reference_field, tokens_bytes,
 };
-use super::rescoring::{FinishedSample, Rescoring, Start};
+use super::rescoring::{FinishedSequence, Recomputed, Rescoring, Start, distribution, forget_hidden};
+use super::sample::Sample;
 use super::text::{FinishedText, SampleText};
 use crate::cache::CacheSalt;
 use crate::error::Error;
@@ -39,7 +40,7 @@ pub(super) struct RequestState {
     tokens: u64,
     /// The samples that have not ended.
     samples: BTreeMap<SampleKey, Sample>,
-    /// The samples that have ended and wait for scores, if the request asks for some.
+    /// The sequences that have finished and wait for scores, if the request asks for some.
     rescoring: Option<Rescoring>,
     /// Number of prompts that remain to be scored.
     scores_left: usize,
@@ -48,55 +49,6 @@ pub(super) struct RequestState {
     begun_at: Option<Instant>,
     metrics: Arc<Metrics>,
     is_suspended: bool,
-}
-
-/// A sample that has not ended.
-struct Sample {
-    seed: u64,
-    prompt_tokens: usize,
-    cached_tokens: u32,
-    tokens: Vec<TokenLogprobs>,
-    /// Versions of the policies that made the tokens, as `(version, start, end)` over `tokens`.
-    weight_versions: Vec<(WeightVersion, u32, u32)>,
-    /// The experts of the tokens but the last one, if they are returned.
-    routing: Vec<u8>,
-    /// The sample's text, if the request has stop strings or asks for text.
-    text: Option<SampleText>,
-    /// Times of its first and last token.
-    span: Option<(Instant, Instant)>,
-    /// Size in bytes of its grammar state.
-    grammar_bytes: usize,
-}
-
-impl Sample {
-    fn new(seed: u64, prompt_tokens: usize, text: Option<SampleText>) -> Self {
-        Self {
-            seed,
-            prompt_tokens,
-            cached_tokens: 0,
-            tokens: Vec::new(),
-            weight_versions: Vec::new(),
-            routing: Vec::new(),
-            text,
-            span: None,
-            grammar_bytes: 0,
-        }
-    }
-
-    /// Bytes of text that the sample holds.
-    fn text_bytes(&self) -> usize {
-        self.text.as_ref().map_or(0, SampleText::bytes)
-    }
-
-    /// Adds a token that the policy `version` made.
-    fn push(&mut self, logprobs: TokenLogprobs, version: WeightVersion) {
-        let start = self.tokens.len() as u32;
-        match self.weight_versions.last_mut() {
-            Some((last, _, end)) if *last == version => *end = start + 1,
-            _ => self.weight_versions.push((version, start, start + 1)),
-        }
-        self.tokens.push(logprobs);
-    }
 }
 
 impl RequestState {
@@ -135,8 +87,9 @@ impl RequestState {
     ) -> Vec<Group> {
         (self.is_accepted, self.adapter) = (true, salt.weights.adapter());
         let prompts = std::mem::take(&mut self.request.prompts);
-        let scores = (self.request.scores_base, self.request.scores_current);
-        self.rescoring = Rescoring::new(key, &prompts, salt.weights, references, scores);
+        let policies = self.request.policies.clone();
+        let wants_current = policies.current || policies.divergences;
+        self.rescoring = Rescoring::new(key, &prompts, salt.weights, references, policies);
         if self.request.kind == RequestKind::Score {
             self.scores_left = prompts.len();
         }
@@ -164,7 +117,10 @@ impl RequestState {
                 }
             };
             let returns_routing = self.request.return_routing.is_some();
-            groups.push(Group { key, prompt, params, salt, kind, grammar, returns_routing });
+            let keeps_hidden = params.keeps_hidden;
+            let current = || Arc::new(SamplingParams { keeps_hidden, ..distribution(&params) });
+            let current = wants_current.then(current);
+            groups.push(Group { key, prompt, params, salt, kind, grammar, returns_routing, current, policy: None });
         }
         groups
     }
@@ -218,7 +174,7 @@ impl RequestState {
 
     /// The names of its adapter and of those of its references.
     pub fn adapter_names(&self) -> impl Iterator<Item = &str> {
-        self.request.adapter.iter().chain(self.request.references.iter().flatten()).map(String::as_str)
+        self.request.adapter.iter().chain(self.request.policies.references.iter().flatten()).map(String::as_str)
     }
 
     /// The field in which it names this adapter, if it does.
@@ -227,7 +183,7 @@ impl RequestState {
         if names(&self.request.adapter) {
             return Some("adapter".into());
         }
-        self.request.references.iter().position(names).map(reference_field)
+        self.request.policies.references.iter().position(names).map(reference_field)
     }
 
     /// Generations of the resident adapters that it has leases on, each once.
@@ -308,39 +264,61 @@ impl RequestState {
         for (_, sample) in self.samples.range_mut(sample(0)..=sample(u32::MAX)) {
             sample.cached_tokens = cached_tokens;
         }
-        let prompt_index = group.prompt_index;
-        if logprobs.is_some() || !routing.is_empty() {
-            (self.client.responder)(Event::PromptDone { prompt_index, logprobs, routing, weight_version });
+        let (prompt_index, scores) = (group.prompt_index, PolicyScores::default());
+        let held = (logprobs.as_deref().map_or(0, tokens_bytes) + routing.len()) as u64;
+        let is_wanted = logprobs.is_some() || !routing.is_empty();
+        let event = Event::PromptDone { prompt_index, logprobs, routing, weight_version, scores };
+        match &mut self.rescoring {
+            Some(rescoring) if self.request.kind == RequestKind::Score => {
+                self.client.charge.grow_always(held);
+                let (params, recomputed) = (self.request.params.clone(), Recomputed::default());
+                rescoring.push(FinishedSequence { event, params, held, recomputed, hidden: None });
+            }
+            _ if is_wanted => (self.client.responder)(event),
+            _ => {}
         }
     }
 
-    /// Takes the scores of a finished sample under another policy, `version`.
+    /// Takes the log-probabilities of tokens of a sample from the output `start` on, which the policy `version` has
+    /// computed again.
+    pub fn recomputed(&mut self, key: SampleKey, start: usize, logprobs: Vec<TokenLogprobs>, version: WeightVersion) {
+        let Some(sample) = self.samples.get_mut(&key) else { return };
+        if start == 0 {
+            self.client.charge.shrink(tokens_bytes(&sample.recomputed.logprobs) as u64);
+            sample.recomputed = Recomputed { logprobs: Vec::new(), version };
+        }
+        self.client.charge.grow_always(tokens_bytes(&logprobs) as u64);
+        sample.recomputed.logprobs.truncate(start);
+        sample.recomputed.logprobs.extend(logprobs);
+    }
+
+    /// Takes the scores of a finished sequence under another policy, `version`.
     pub fn rescored(&mut self, group: GroupKey, logprobs: &[TokenLogprobs], version: WeightVersion) {
-        let rescoring = self.rescoring.as_mut().expect("the group is of a finished sample");
-        if let Some(sample) = rescoring.scored(group, logprobs, version) {
-            self.send(sample);
+        let rescoring = self.rescoring.as_mut().expect("the group is of a finished sequence");
+        if let Some(sequence) = rescoring.scored(group, logprobs, version) {
+            self.send(sequence);
         }
     }
 
-    /// Whether a group scores a finished sample.
+    /// Whether a group scores a finished sequence.
     pub fn is_rescored(&self, group: GroupKey) -> bool {
         group.prompt_index as usize >= self.num_prompts
     }
 
-    /// Sends the samples that have ended, and returns the groups that others wait for. The policy of this epoch and
-    /// version serves.
+    /// Sends the sequences that have finished, and returns the groups that others wait for. The policy of this epoch
+    /// and version serves.
     pub fn rescore(&mut self, epoch: u64, version: WeightVersion) -> Vec<Group> {
         let mut groups = Vec::new();
         for start in self.rescoring.as_mut().map_or_else(Vec::new, |rescoring| rescoring.start(epoch, version)) {
             match start {
-                Start::Done(sample) => self.send(sample),
+                Start::Done(sequence) => self.send(*sequence),
                 Start::Run(scored) => groups.extend(scored),
             }
         }
         groups
     }
 
-    /// Number of samples that have ended and wait for scores.
+    /// Number of sequences that have finished and wait for scores.
     fn num_waiting(&self) -> usize {
         self.rescoring.as_ref().map_or(0, Rescoring::num_waiting)
     }
@@ -373,7 +351,8 @@ impl RequestState {
         if streams_tokens {
             let (prompt_index, sample_index) = (key.group.prompt_index, key.sample_index);
             let text = sample.text.as_mut().and_then(SampleText::next_piece);
-            let (logprobs, is_last) = (logprobs.clone(), finish.is_some());
+            let (mut logprobs, is_last) = (logprobs.clone(), finish.is_some());
+            forget_hidden(&mut logprobs);
             (self.client.responder)(Event::Token { prompt_index, sample_index, logprobs, text, is_last });
         }
         let text_grown = sample.text_bytes() - text_bytes;
@@ -420,8 +399,11 @@ impl RequestState {
         for (key, sample) in std::mem::take(&mut self.samples) {
             self.complete(key, sample, FinishReason::Aborted, now);
         }
-        for sample in self.rescoring.take().map_or_else(Vec::new, |mut rescoring| rescoring.give_up()) {
-            self.send(sample);
+        for sequence in self.rescoring.take().map_or_else(Vec::new, |mut rescoring| rescoring.give_up()) {
+            // A sequence that was to be scored under all policies has no score without them.
+            if matches!(sequence.event, Event::Completion(_)) {
+                self.send(sequence);
+            }
         }
         let took = now.saturating_duration_since(self.client.arrived);
         self.summary.seconds = took.as_secs_f64();
@@ -459,7 +441,8 @@ impl RequestState {
             let first_token = first.saturating_duration_since(begun);
             self.summary.times = Some(SampleTimes { queued, first_token, decoded: last - first });
         }
-        let held = tokens_bytes(&sample.tokens) + sample.routing.len() + sample.text_bytes() + sample.grammar_bytes;
+        let tokens = tokens_bytes(&sample.tokens) + tokens_bytes(&sample.recomputed.logprobs);
+        let held = tokens + sample.routing.len() + sample.text_bytes() + sample.grammar_bytes;
         let (prompt_index, sample_index) = (key.group.prompt_index, key.sample_index);
         let text = sample.text.and_then(|text| text.finish(finish_reason == FinishReason::StopString));
         if self.streams_tokens()
@@ -477,22 +460,24 @@ impl RequestState {
             seed: sample.seed,
             cached_tokens: sample.cached_tokens,
             routing: sample.routing,
-            references: Vec::new(),
-            base: None,
-            current: None,
+            scores: PolicyScores::default(),
         };
         let own = self.request.prompt_sampling.get(&prompt_index);
         let params = own.map_or(&self.request.params, |own| &own.params).clone();
-        let sample = FinishedSample { completion, params, held: held as u64 };
+        let (event, recomputed) = (Event::Completion(completion), sample.recomputed);
+        let sequence = FinishedSequence { event, params, held: held as u64, recomputed, hidden: None };
         match &mut self.rescoring {
-            Some(rescoring) if finish_reason != FinishReason::Aborted => rescoring.push(sample),
-            _ => self.send(sample),
+            Some(rescoring) if finish_reason != FinishReason::Aborted => rescoring.push(sequence),
+            _ => self.send(sequence),
         }
     }
 
-    fn send(&mut self, FinishedSample { completion, held, .. }: FinishedSample) {
-        // From here on the backlog counts them.
+    fn send(&mut self, FinishedSequence { mut event, held, .. }: FinishedSequence) {
+        if let Event::Completion(Completion { tokens, .. }) = &mut event {
+            tokens.iter_mut().for_each(forget_hidden);
+        }
+        // From here on the backlog counts it.
         self.client.charge.shrink(held);
-        (self.client.responder)(Event::Completion(completion));
+        (self.client.responder)(event);
     }
 }

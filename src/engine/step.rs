@@ -112,7 +112,9 @@ impl Steps {
 fn emit_one<X: Executor>(core: &mut EngineCore<X>, outcome: Outcome, version: WeightVersion, now: Instant) {
     let key = match &outcome {
         Outcome::PromptDone { group, .. } => group.request,
-        Outcome::Token { sample, .. } | Outcome::GrammarFailed { sample, .. } => sample.group.request,
+        Outcome::Token { sample, .. } | Outcome::Rescored { sample, .. } | Outcome::GrammarFailed { sample, .. } => {
+            sample.group.request
+        }
     };
     let Some(request) = core.requests.get_mut(key) else {
         if matches!(outcome, Outcome::Token { .. }) {
@@ -122,33 +124,36 @@ fn emit_one<X: Executor>(core: &mut EngineCore<X>, outcome: Outcome, version: We
     };
     let (scheduler, policy) = (&mut core.scheduler, &core.policy);
     let mut failed = None;
-    let taken = catch_unwind(AssertUnwindSafe(|| match outcome {
-        Outcome::PromptDone { group, logprobs, .. } if request.is_rescored(group) => {
-            request.rescored(group, &logprobs.unwrap_or_default(), version);
-        }
-        Outcome::PromptDone { group, cached_tokens, logprobs, routing } => {
-            request.prompt_done(group, cached_tokens, logprobs, routing, version);
-        }
-        // A step may give a sample several tokens. Those after a stop string are dropped.
-        Outcome::Token { sample, .. } if !request.is_running(sample) => core.stats.dropped_tokens += 1,
-        Outcome::Token { sample, logprobs, finish, grammar_bytes, routing } => {
-            let stopped = request.token(sample, logprobs, finish, (grammar_bytes, &routing), (version, now));
-            if stopped && finish.is_none() {
-                // The scheduler knows no text, so it cannot see a stop string.
-                scheduler.finish(sample);
+    let taken = catch_unwind(AssertUnwindSafe(|| {
+        match outcome {
+            Outcome::PromptDone { group, logprobs, .. } if request.is_rescored(group) => {
+                request.rescored(group, &logprobs.unwrap_or_default(), version);
             }
-            let following = request.rescore(policy.epoch(), policy.version());
-            scheduler.add_following(following, request.is_suspended());
+            Outcome::PromptDone { group, cached_tokens, logprobs, routing } => {
+                request.prompt_done(group, cached_tokens, logprobs, routing, version);
+            }
+            Outcome::Rescored { sample, start, logprobs } => request.recomputed(sample, start, logprobs, version),
+            // A step may give a sample several tokens. Those after a stop string are dropped.
+            Outcome::Token { sample, .. } if !request.is_running(sample) => core.stats.dropped_tokens += 1,
+            Outcome::Token { sample, logprobs, finish, grammar_bytes, routing } => {
+                let stopped = request.token(sample, logprobs, finish, (grammar_bytes, &routing), (version, now));
+                if stopped && finish.is_none() {
+                    // The scheduler knows no text, so it cannot see a stop string.
+                    scheduler.finish(sample);
+                }
+            }
+            Outcome::GrammarFailed { sample, error } => {
+                let field = format!("{}.structured_outputs", request.sampling_field(sample.group.prompt_index));
+                failed = Some(match error {
+                    GrammarError::TooMuchWork(reason) => Error::invalid(field, reason),
+                    GrammarError::TooMuchTime(reason) => Error::ResourceExhausted(format!(
+                        "{field}: {reason} to find which tokens may follow; make the grammar less ambiguous"
+                    )),
+                });
+            }
         }
-        Outcome::GrammarFailed { sample, error } => {
-            let field = format!("{}.structured_outputs", request.sampling_field(sample.group.prompt_index));
-            failed = Some(match error {
-                GrammarError::TooMuchWork(reason) => Error::invalid(field, reason),
-                GrammarError::TooMuchTime(reason) => Error::ResourceExhausted(format!(
-                    "{field}: {reason} to find which tokens may follow; make the grammar less ambiguous"
-                )),
-            });
-        }
+        let following = request.rescore(policy.epoch(), policy.version());
+        scheduler.add_following(following, request.is_suspended());
     }));
     if let Err(panic) = taken {
         return core.fail(key, &panic_message(&*panic));

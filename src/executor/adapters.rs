@@ -7,7 +7,7 @@
 use std::collections::{BTreeMap, HashMap, HashSet};
 
 use candle_core::Tensor;
-use rollout_kernels::{Activations, Matrix, MatrixShape, Ops, StorageDtype, TensorView};
+use rollout_kernels::{Activations, AdapterFactors, AdapterRows, MatrixShape, Ops, StorageDtype, TensorView, UpFactor};
 
 use crate::comm::Communicator;
 use crate::error::{Error, Result};
@@ -56,21 +56,10 @@ pub struct ResidentAdapters {
 
 /// The factors of one adapter for one target module, which is known by its name.
 struct ModuleFactors {
-    /// The factors `a` of all adapted projections of the target, stacked: `[sum of ranks, k]`.
-    a: Matrix,
-    up: Vec<UpFactor>,
+    /// Float32; those of `up` are multiplied by the scaling and rounded.
+    factors: AdapterFactors,
     /// Whether the module's input is split over the model's ranks, so that `a x` must be summed over them.
     is_split: bool,
-}
-
-/// The factor `b` of one projection.
-struct UpFactor {
-    /// `[n, rank]`, multiplied by the scaling and rounded to float32.
-    b: Matrix,
-    /// Its first column in `a x`.
-    first_rank: usize,
-    /// The first column of its projection in the module's output.
-    first_column: usize,
 }
 
 /// Scratch for some rows at a time, flat: the input `x`, `a x` and `b (a x)`.
@@ -198,7 +187,8 @@ impl ModuleFactors {
             up.push(UpFactor { b, first_rank, first_column: *first_column });
             first_rank += factors.rank;
         }
-        Ok(Self { a, up, is_split })
+        let is_split = is_split && !build.partition.is_whole();
+        Ok(Self { factors: AdapterFactors { a, up }, is_split })
     }
 
     /// `out[rows] += b (a x[rows])`.
@@ -211,7 +201,8 @@ impl ModuleFactors {
         x: &Tensor,
         out: &Tensor,
     ) -> Result<()> {
-        let widest = x.dim(1)?.max(out.dim(1)?).max(self.a.n());
+        let AdapterFactors { a, up } = &self.factors;
+        let widest = x.dim(1)?.max(out.dim(1)?).max(a.n());
         for rows in rows.chunks((buffers.values / widest).clamp(1, ROWS_AT_ONCE)) {
             let (first, end) = (rows[0] as usize, rows[rows.len() - 1] as usize + 1);
             // Consecutive rows need no list of rows, which would have to be copied to the device.
@@ -223,12 +214,12 @@ impl ModuleFactors {
                 ops.select_rows(x, rows, &selected)?;
                 selected
             };
-            let ranks = AdapterBuffers::rows(&buffers.ranks, rows.len(), self.a.n())?;
-            ops.linear(&selected, &self.a, None, &ranks)?;
+            let ranks = AdapterBuffers::rows(&buffers.ranks, rows.len(), a.n())?;
+            ops.linear(&selected, a, None, &ranks)?;
             if self.is_split {
                 comm.all_reduce_sum(&ranks)?;
             }
-            for UpFactor { b, first_rank, first_column } in &self.up {
+            for UpFactor { b, first_rank, first_column } in up {
                 let y = AdapterBuffers::rows(&buffers.y, rows.len(), b.n())?;
                 ops.linear(&ranks.narrow(1, *first_rank, b.k())?, b, None, &y)?;
                 let out = out.narrow(1, *first_column, b.n())?;
@@ -244,8 +235,16 @@ impl ModuleFactors {
 
 impl AdapterDeltas for BatchAdapters<'_> {
     fn add(&self, ops: &Ops, comm: &dyn Communicator, module: &str, x: &Tensor, out: &Tensor) -> Result<()> {
-        let mut modules = self.groups.iter().filter_map(|(modules, rows)| Some((modules.get(module)?, rows)));
-        modules.try_for_each(|(factors, rows)| factors.add(ops, comm, self.buffers, rows, x, out))
+        let modules = self.groups.iter().filter_map(|(modules, rows)| Some((modules.get(module)?, rows)));
+        let modules: Vec<(&ModuleFactors, &Vec<u32>)> = modules.collect();
+        if modules.len() > 1 && modules.iter().all(|(module, _)| !module.is_split) {
+            let groups = modules.iter().map(|(module, rows)| AdapterRows { factors: &module.factors, rows });
+            let AdapterBuffers { x: selected, ranks, y, .. } = self.buffers;
+            if ops.add_adapters(x, &groups.collect::<Vec<_>>(), [selected, ranks, y], out)? {
+                return Ok(());
+            }
+        }
+        modules.into_iter().try_for_each(|(factors, rows)| factors.add(ops, comm, self.buffers, rows, x, out))
     }
 }
 
@@ -282,6 +281,8 @@ fn buffer_values(decoder: &Decoder, build: &Build) -> Result<usize> {
 
 #[cfg(test)]
 mod tests {
+    use rollout_kernels::Matrix;
+
     use super::*;
     use crate::executor::tests::harness::{DTYPES, Setup, fixture};
 
@@ -298,6 +299,7 @@ mod tests {
                     let modules = resident.generations.values().flat_map(HashMap::values);
                     let pages = |matrix: &Matrix| matrix.bytes().next_multiple_of(PAGE);
                     modules
+                        .map(|module| &module.factors)
                         .map(|factors| pages(&factors.a) + factors.up.iter().map(|p| pages(&p.b)).sum::<usize>())
                         .sum::<usize>()
                 };

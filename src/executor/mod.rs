@@ -1,6 +1,7 @@
 //! The executor: runs step plans on the ranks, and changes their weights between steps.
 
 mod adapters;
+mod head;
 mod input;
 mod ranks;
 mod runner;

@@ -1,22 +1,20 @@
 //! One rank's model: the forward pass of a step, and on rank 0 the sampling of its tasks.
 
 use std::collections::HashSet;
-use std::ops::Range;
 
-use candle_core::Tensor;
-use rollout_kernels::{Deferred, KvCache, Ops, Padding, Routing, SampledTokens};
+use rollout_kernels::{Deferred, KvCache, Ops, Padding, Routing};
 use tracing::trace_span;
 
 use super::adapters::ResidentAdapters;
+use super::head::{Head, add_hidden, policy_of};
 use super::input::{FlatBatch, PlanView, forced_experts};
 use super::weights::RankWeights;
 use super::{MemoryKind, Released, WeightOrder};
 use crate::comm::Communicator;
-use crate::error::{Result, panic_message};
+use crate::error::Result;
 use crate::model::config::ExpertsConfig;
 use crate::model::{
-    AdapterDeltas, Decoder, ForwardContext, LOGITS_ROWS, PlacedEmbeddings, TowerShape, TowerWorkspace, Workspace,
-    WorkspaceShape, routing,
+    AdapterDeltas, ForwardContext, PlacedEmbeddings, TowerShape, TowerWorkspace, Workspace, WorkspaceShape, routing,
 };
 use crate::types::{LogitsRow, PictureEncode, PlanSequence, StepOutput, StepPlan};
 use crate::weights::ShadowShard;
@@ -97,21 +95,21 @@ impl ModelRunner {
             self.encode(encode)?;
         }
         if !plan.sequences.iter().any(PlanSequence::runs_base) {
-            return self.compute(plan);
+            return self.compute(plan, false);
         }
         let of = |base| {
             let sequences = plan.sequences.iter().filter(|sequence| sequence.runs_base() == base);
             StepPlan { sequences: sequences.cloned().collect(), ..StepPlan::default() }
         };
-        let serving = self.compute(&of(false))?;
+        let serving = self.compute(&of(false), false)?;
         self.weights.exchange_base()?;
-        let base = self.compute(&of(true));
+        let base = self.compute(&of(true), true);
         self.weights.exchange_base()?;
         Ok(interleave(plan, serving, base?))
     }
 
-    /// Computes the sequences of a plan, all under the weights that the model has now.
-    fn compute(&mut self, plan: &StepPlan) -> Result<StepOutput> {
+    /// Computes the sequences of a plan, all under the weights that the model has now: the base if `is_base`.
+    fn compute(&mut self, plan: &StepPlan, is_base: bool) -> Result<StepOutput> {
         if plan.sequences.is_empty() {
             return Ok(StepOutput::default());
         }
@@ -140,34 +138,23 @@ impl ModelRunner {
         };
         // A graph computes the logits of all rows, padding included.
         let is_in_graph = self.ops.samples_in_graph(&step);
-        let head_adapters = if is_in_graph { &row_adapters } else { &self.batch.logits_adapters() };
-        let decoder = &self.weights.model().decoder;
-        let head = Head { decoder, context, resident: &self.adapters, adapters: head_adapters };
+        let head = Head { context, resident: &self.adapters };
         drop(prepare);
 
-        let mut sampled = Vec::new();
         self.ops.capture_or_replay(&step, &*self.comm, || {
+            let decoder = &self.weights.model().decoder;
             decoder.forward(&context, &mut self.kv, self.routing.as_mut())?;
-            match is_in_graph {
-                true => head.answer(|logits, rows| Ok(self.ops.sample_in_graph(logits, &step, rows)?)),
-                false => Ok(()),
-            }
+            if is_in_graph { head.answer_in_graph(decoder, &row_adapters) } else { Ok(()) }
         })?;
         let wanted: Vec<&LogitsRow> = plan.sequences.iter().flat_map(|s| &s.logits).collect();
-        if !is_in_graph {
-            head.answer(|logits, rows| {
-                sampled.push((rows.clone(), self.ops.sample(logits, &step, rows)?));
-                Ok(())
-            })?;
-        } else if self.comm.rank() == 0 {
-            sampled.push((0..wanted.len(), self.ops.sampled(&step)?));
-        }
+        let answers = match is_in_graph {
+            true => head.answered_in_graph(wanted.len())?,
+            false => head.answer(&mut self.weights, is_base, &wanted, &self.batch.logits_adapters())?,
+        };
+        let hidden = head.hidden_states(&wanted)?;
         let kept = self.kept_experts(plan.num_tokens())?;
-        let tokens = Vec::with_capacity(plan.tasks().count());
-        let mut output = StepOutput { tokens, failed: Vec::new(), routing: Vec::new() };
-        for (rows, sampled) in sampled {
-            collect(sampled, &wanted[rows], &mut output)?;
-        }
+        let mut output = answers.read(&wanted)?;
+        add_hidden(&wanted, &hidden, config.hidden_size, &mut output);
         if let Some((kept, format)) = kept.zip(format) {
             format.write(&kept.read()?, &mut output.routing);
         }
@@ -214,14 +201,15 @@ impl ModelRunner {
     }
 
     /// How a step may be padded for a CUDA graph, or `None` if it cannot be one: in a graph every sequence has one row,
-    /// no row is an image's, forced to experts or run by the base, and all rows have the same adapter or none, which is
-    /// the graph's variant. The same on all ranks.
+    /// no row is an image's, forced to experts, run by the base or compared with another policy's, and all rows have
+    /// the same adapter or none, which is the graph's variant. The same on all ranks.
     fn padding(&self, plan: &StepPlan) -> Option<Padding> {
         let has_one_row_each =
             !plan.is_empty() && plan.sequences.iter().all(|s| s.tokens.len() == 1 && s.embeddings.is_empty());
         let has_one_adapter = self.batch.adapters.windows(2).all(|rows| rows[0] == rows[1]);
         let WorkspaceShape { config, max_batch_tokens, .. } = &self.workspace_shape;
-        let is_free = !plan.has_forced_experts() && !plan.sequences.iter().any(PlanSequence::runs_base);
+        let is_compared = plan.sequences.iter().flat_map(|s| &s.logits).any(|row| policy_of(row).is_some());
+        let is_free = !plan.has_forced_experts() && !plan.sequences.iter().any(PlanSequence::runs_base) && !is_compared;
         (self.uses_graphs && has_one_row_each && has_one_adapter && is_free).then(|| Padding {
             most_rows: *max_batch_tokens,
             vocabulary: config.vocab_size,
@@ -309,32 +297,6 @@ impl ModelRunner {
     }
 }
 
-/// The head of the model over the rows of a step whose logits are wanted.
-struct Head<'a> {
-    decoder: &'a Decoder,
-    context: ForwardContext<'a>,
-    resident: &'a ResidentAdapters,
-    /// The adapter of each row.
-    adapters: &'a [Option<u64>],
-}
-
-impl Head<'_> {
-    /// Computes the logits on every rank, in parts that fit into the buffers. Rank 0 answers the tasks of each part.
-    fn answer(&self, mut answer: impl FnMut(&Tensor, Range<usize>) -> Result<()>) -> Result<()> {
-        let count = self.adapters.len();
-        for first in (0..count).step_by(LOGITS_ROWS) {
-            let rows = first..count.min(first + LOGITS_ROWS);
-            let adapters = self.resident.of_rows(&self.adapters[rows.clone()]);
-            let adapters = adapters.as_ref().map(|a| a as &dyn AdapterDeltas);
-            let logits = self.decoder.logits(&ForwardContext { adapters, ..self.context }, rows.clone())?;
-            if self.context.comm.rank() == 0 {
-                answer(&logits, rows)?;
-            }
-        }
-        Ok(())
-    }
-}
-
 /// The answers of a plan, in its order, from those of its sequences that run the serving weights and of those that run
 /// the base.
 fn interleave(plan: &StepPlan, mut serving: StepOutput, mut base: StepOutput) -> StepOutput {
@@ -350,14 +312,4 @@ fn interleave(plan: &StepPlan, mut serving: StepOutput, mut base: StepOutput) ->
         output.routing.extend(routing.by_ref().take(row_bytes * sequence.tokens.len()));
     }
     output
-}
-
-/// Waits for the answers to `rows` of the plan and appends them to `output`.
-fn collect(sampled: Deferred<'_, SampledTokens>, rows: &[&LogitsRow], output: &mut StepOutput) -> Result<()> {
-    let SampledTokens { tokens, failed } = sampled.read()?;
-    output.tokens.extend(tokens);
-    let failures =
-        failed.iter().map(|(row, panic)| (rows[*row].tasks[0].sample.group.request, panic_message(&**panic)));
-    output.failed.extend(failures);
-    Ok(())
 }

@@ -13,6 +13,7 @@ use super::layers::{Build, Norm, VocabularyMatrix};
 use super::mlp::Mlp;
 use super::parameterized::Parameterized;
 use super::rope::RopeTables;
+use super::workspace::HeadBuffers;
 use crate::error::Result;
 
 struct Layer {
@@ -91,9 +92,22 @@ impl Decoder {
     /// [`Decoder::forward`]. The adapters of `context` are those of `rows`. At most [`super::LOGITS_ROWS`] rows at
     /// once, since all calls share one buffer.
     pub fn logits(&self, context: &ForwardContext<'_>, rows: Range<usize>) -> Result<Tensor> {
-        let ForwardContext { ops, comm, step, workspace, .. } = *context;
-        let w = workspace.head_rows(rows.len())?;
-        ops.select_logits_rows(&workspace.step.normed, step, rows, &w.selected)?;
+        let w = context.workspace.head_rows(0..rows.len())?;
+        context.ops.select_logits_rows(&context.workspace.step.normed, context.step, rows, &w.selected)?;
+        self.head_logits(context, &w)
+    }
+
+    /// Logits of final hidden states of the host, `[rows, hidden size]`, in the last rows of the buffer that
+    /// [`Decoder::logits`] uses. The adapters of `context` are those of the rows.
+    pub fn logits_of(&self, context: &ForwardContext<'_>, hidden: &[f32], rows: usize) -> Result<Tensor> {
+        let w = context.workspace.head_rows(super::LOGITS_ROWS - rows..super::LOGITS_ROWS)?;
+        context.ops.write_rows(hidden, &w.selected)?;
+        self.head_logits(context, &w)
+    }
+
+    /// The logits of the rows that are selected.
+    fn head_logits(&self, context: &ForwardContext<'_>, w: &HeadBuffers<Tensor>) -> Result<Tensor> {
+        let ForwardContext { ops, comm, .. } = *context;
         let head = self.head.as_ref().unwrap_or(&self.embedding);
         head.logits(ops, &w.selected, &w.local_logits)?;
         context.add_adapters(head.name(), &w.selected, &w.local_logits)?;

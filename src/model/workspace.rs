@@ -1,5 +1,6 @@
 //! Buffers of a rank that are made once: the activations of one step, and the KV caches.
 
+use std::ops::Range;
 use std::sync::Arc;
 
 use candle_core::{Result, Tensor};
@@ -241,9 +242,14 @@ impl Workspace {
         self.experts.as_ref().expect("a model with experts has their buffers")
     }
 
-    /// The first `rows` rows of the head's buffers.
-    pub fn head_rows(&self, rows: usize) -> Result<HeadBuffers<Tensor>> {
-        self.head.map(|buffer| buffer.narrow(0, 0, rows))
+    /// The logits of all rows of the head's buffers.
+    pub fn all_logits(&self) -> &Tensor {
+        self.head.logits()
+    }
+
+    /// These rows of the head's buffers.
+    pub fn head_rows(&self, rows: Range<usize>) -> Result<HeadBuffers<Tensor>> {
+        self.head.map(|buffer| buffer.narrow(0, rows.start, rows.len()))
     }
 }
 

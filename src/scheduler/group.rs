@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use crate::cache::CacheSalt;
 use crate::grammar::{Grammar, GrammarError};
-use crate::types::{FinishReason, GroupKey, Prompt, SampleKey, SamplingParams, TokenLogprobs};
+use crate::types::{FinishReason, GroupKey, PolicyRows, Prompt, SampleKey, SamplingParams, TokenLogprobs};
 
 /// One prompt, to be sampled from or scored.
 #[derive(Clone, Debug)]
@@ -23,6 +23,11 @@ pub struct Group {
     /// Whether outcomes have the experts that tokens took. The scheduler must keep them
     /// ([`SchedulerConfig::routing_row_bytes`](super::SchedulerConfig::routing_row_bytes)).
     pub returns_routing: bool,
+    /// The parameters under which the tokens that a sample has are scored when a change of the policy has them computed
+    /// again; `None` if they are not. Without an effect on a group that is scored.
+    pub current: Option<Arc<SamplingParams>>,
+    /// The policy from which the log-probabilities of a scored group have divergences: its row for each of them.
+    pub policy: Option<PolicyRows>,
 }
 
 /// The work of a group.
@@ -84,6 +89,9 @@ pub enum Outcome {
         grammar_bytes: usize,
         routing: Vec<u8>,
     },
+    /// Tokens of a sample from the output `start` on were computed again under the present policy, which gives them
+    /// these log-probabilities ([`Group::current`]).
+    Rescored { sample: SampleKey, start: usize, logprobs: Vec<TokenLogprobs> },
     /// A sample's grammar cannot say which tokens may follow, for this reason. The sample has ended, and its request
     /// cannot continue.
     GrammarFailed { sample: SampleKey, error: GrammarError },

@@ -7,8 +7,8 @@ use super::{Group, GroupKind};
 use crate::cache::{BlockHash, BlockTable, CacheSalt, HashChain, KvCacheManager};
 use crate::grammar::GrammarState;
 use crate::types::{
-    Distribution, FinishReason, History, LogitsRow, LogitsTask, PlanSequence, Prompt, SampleKey, SamplingParams,
-    TokenId, TokenLogprobs, TokenMask,
+    Distribution, FinishReason, History, LogitsRow, LogitsTask, PlanSequence, PolicyRow, PolicyRows, Prompt, SampleKey,
+    SamplingParams, TokenId, TokenLogprobs, TokenMask,
 };
 
 /// Name of a sequence inside the scheduler. Ascending ids are the order of age, the oldest sequence first.
@@ -57,6 +57,14 @@ pub(super) struct Sequence {
     pub prompt_logprobs: Option<Vec<TokenLogprobs>>,
     /// Index of the first token that predicts one of `prompt_logprobs`.
     pub scored_from: usize,
+    /// See [`Group::policy`].
+    pub policy: Option<PolicyRows>,
+    /// See [`Group::current`].
+    pub current: Option<Arc<SamplingParams>>,
+    /// Number of outputs, from the first on, whose log-probabilities under the present policy are known: it sampled
+    /// them, or scored them when it computed them again. `None` if they are not wanted, or if the policy has changed
+    /// and the KV of the one before was kept.
+    pub rescored: Option<usize>,
     /// Number of tokens found in the prefix cache at the first admission; `None` before it.
     pub cached_tokens: Option<u32>,
     /// Number of context tokens that matched where the drafts of the step under way were found.
@@ -110,6 +118,9 @@ impl Sequence {
             mixed: false,
             prompt_logprobs: scored_from.map(|_| Vec::new()),
             scored_from: scored_from.unwrap_or(0),
+            policy: group.policy,
+            rescored: group.current.is_some().then_some(0),
+            current: group.current,
             cached_tokens: None,
             matched: 0,
         }
@@ -137,6 +148,9 @@ impl Sequence {
             mixed: false,
             prompt_logprobs: None,
             scored_from: 0,
+            policy: None,
+            current: self.current.clone(),
+            rescored: self.rescored,
             cached_tokens: self.cached_tokens,
             matched: 0,
         }
@@ -172,9 +186,14 @@ impl Sequence {
         &self.hashes.as_slice()[self.num_registered.min(end)..end]
     }
 
-    /// Index of the token that predicts the next of the prompt's log-probabilities, if they are wanted.
+    /// Index of the token that predicts the next token to be scored, if there is one: of the prompt, or of the outputs
+    /// that are computed again.
     fn next_scored(&self) -> Option<usize> {
-        self.prompt_logprobs.as_ref().map(|collected| self.scored_from + collected.len())
+        if let Some(collected) = &self.prompt_logprobs {
+            return Some(self.scored_from + collected.len());
+        }
+        let done = self.rescored.filter(|done| *done < self.outputs.len())?;
+        Some(self.prompt.tokens.len() - 1 + done)
     }
 
     /// Whether the prompt is computed, and every sample of the group has a sequence of its own.
@@ -224,11 +243,12 @@ impl Sequence {
         let start = self.num_computed;
         let mut logits = Vec::new();
         if let Some(next) = self.next_scored() {
-            let wanted = start.max(next)..end.min(self.prompt.tokens.len() - 1);
-            logits.extend(wanted.map(|position| LogitsRow {
-                offset: position - start,
-                tasks: vec![self.task(self.seed, 0, Some(self.prompt.tokens[position + 1]))],
-            }));
+            // The token after the last one is not known.
+            let known = if self.is_forked() { self.num_tokens() } else { self.prompt.tokens.len() };
+            let wanted = start.max(next)..end.min(known - 1);
+            logits.extend(
+                wanted.map(|position| LogitsRow { offset: position - start, tasks: vec![self.scoring_task(position)] }),
+            );
         }
         if end == self.num_tokens() && !self.score_only {
             let seeds = std::iter::once(&self.seed).chain(&self.unforked);
@@ -240,6 +260,21 @@ impl Sequence {
         let prompt = self.prompt.clone();
         let weights = self.salt.weights;
         PlanSequence { start, tokens, prompt, embeddings: Vec::new(), block_table, weights, logits }
+    }
+
+    /// Scores the token behind `position`.
+    fn scoring_task(&self, position: usize) -> LogitsTask {
+        let target = self.copy_tokens(position + 1, position + 2)[0];
+        let task = self.task(self.seed, 0, Some(target));
+        match &self.current {
+            Some(params) if self.is_forked() => {
+                LogitsTask { params: params.clone(), keeps_hidden: params.keeps_hidden, ..task }
+            }
+            _ => {
+                let row = |rows: &PolicyRows| PolicyRow { rows: rows.clone(), index: position - self.scored_from };
+                LogitsTask { policy: self.policy.as_ref().map(row), ..task }
+            }
+        }
     }
 
     fn task(&self, seed: u64, offset: u32, target: Option<TokenId>) -> LogitsTask {
@@ -256,6 +291,8 @@ impl Sequence {
             mask: self.grammar.as_ref().filter(|_| target.is_none()).and_then(|grammar| grammar.mask().cloned()),
             bad: if target.is_none() { self.params.bad_after(&self.outputs, &[]) } else { Vec::new() },
             top_of: if target.is_none() || self.score_only { self.params.top_logprobs_of } else { Distribution::Raw },
+            keeps_hidden: self.params.keeps_hidden && (target.is_none() || self.score_only),
+            policy: None,
         }
     }
 
@@ -319,10 +356,11 @@ impl Sequence {
         self.salt.epoch = epoch;
         let known = self.copy_tokens(0, self.prompt.tokens.len() + self.outputs.len());
         self.hashes = HashChain::of(self.salt, &known, &self.prompt, cache.block_size());
-        if keep && self.is_forked() {
-            self.mixed = !self.table.is_empty();
+        if keep && self.is_forked() && !self.table.is_empty() {
+            (self.mixed, self.rescored) = (true, None);
             return;
         }
+        self.rescored = self.current.is_some().then_some(0);
         self.release(cache);
         if let Some(collected) = &mut self.prompt_logprobs {
             collected.clear();
@@ -340,7 +378,8 @@ impl Sequence {
         assert!(!self.mixed || self.is_forked() && !self.table.is_empty(), "{key:?}: KV of several policies");
         assert!(self.unforked.is_empty() || !self.is_forked(), "{key:?} has tokens and unforked samples");
         if let Some(next) = self.next_scored() {
-            assert!(next >= computed.min(self.prompt.tokens.len() - 1), "{key:?}: prompt log-probabilities");
+            let known = if self.is_forked() { self.num_tokens() } else { self.prompt.tokens.len() };
+            assert!(next >= computed.min(known - 1), "{key:?}: log-probabilities");
         }
     }
 }

@@ -61,8 +61,15 @@ impl Scheduler {
         sequence.advance(known, &mut self.cache);
         let is_target = |row: &&LogitsRow| row.tasks.iter().any(|task| task.target.is_some());
         let num_targets = planned.logits.iter().filter(is_target).count();
-        if let Some(collected) = &mut sequence.prompt_logprobs {
-            collected.extend(answers.by_ref().take(num_targets));
+        let scored = answers.by_ref().take(num_targets);
+        match (&mut sequence.prompt_logprobs, &mut sequence.rescored) {
+            (Some(collected), _) => collected.extend(scored),
+            (None, Some(done)) if num_targets > 0 => {
+                let (sample, start, logprobs) = (sequence.key, *done, scored.collect());
+                *done += num_targets;
+                outcomes.push(Outcome::Rescored { sample, start, logprobs });
+            }
+            _ => {}
         }
         if sequence.num_computed < sequence.num_tokens() {
             self.running.insert(id, sequence);
@@ -162,6 +169,9 @@ impl Scheduler {
         let known = sequence.prompt.tokens.len() + sequence.outputs.len();
         let before = if sequence.is_forked() { known - 1..known } else { known..known };
         let routing = self.routing_of(sequence, before);
+        if let Some(done) = sequence.rescored.as_mut().filter(|done| **done == sequence.outputs.len()) {
+            *done += 1;
+        }
         sequence.outputs.push(token);
         if let Some(thinking) = &mut sequence.thinking {
             thinking.push(token);

@@ -14,11 +14,11 @@ mod tool_calls;
 pub use mask::TokenMask;
 pub use picture::{Picture, PictureHash};
 pub use plan::{
-    BlockCopy, BlockId, EmbeddingRows, History, LogitsRow, LogitsTask, PictureEncode, PlanSequence, PolicyWeights,
-    StepOutput, StepPlan,
+    BlockCopy, BlockId, EmbeddingRows, History, LogitsRow, LogitsTask, PictureEncode, PlanSequence, PolicyRow,
+    PolicyRows, PolicyWeights, StepOutput, StepPlan,
 };
 pub use prompt::{Prompt, PromptImage};
-pub use rollout_kernels::{Distribution, TaskReturns, TokenLogprobs};
+pub use rollout_kernels::{Distribution, Divergences, TaskReturns, TokenLogprobs};
 pub use routing::{ForcedRouting, RoutingFormat};
 pub use sampling::{FinishReason, SamplingParams, ThinkingBudget, sample_seed};
 pub use stats::{ENGINE_STATS, EngineStats};

@@ -125,6 +125,34 @@ pub struct LogitsTask {
     pub bad: Vec<TokenId>,
     /// The distribution of the tokens that are listed beside it, and of its rank.
     pub top_of: Distribution,
+    /// Whether the answer has the final hidden state of the row.
+    pub keeps_hidden: bool,
+    /// The other policy that the answer has the divergences from, at the temperature of `params`. The row has no other
+    /// task then.
+    pub policy: Option<PolicyRow>,
+}
+
+/// The final hidden states of a policy at consecutive tokens, from which its logits there are computed again.
+#[derive(Clone, Debug)]
+pub struct PolicyRows {
+    /// The weights whose head gives the logits. They must not have changed since the states were computed.
+    pub weights: PolicyWeights,
+    /// `[tokens, width]`.
+    pub hidden: Arc<[f32]>,
+    pub width: usize,
+}
+
+/// One row of [`PolicyRows`].
+#[derive(Clone, Debug)]
+pub struct PolicyRow {
+    pub rows: PolicyRows,
+    pub index: usize,
+}
+
+impl PolicyRow {
+    pub fn hidden(&self) -> &[f32] {
+        &self.rows.hidden[self.index * self.rows.width..][..self.rows.width]
+    }
 }
 
 /// All tokens of a sequence before the sampled one.

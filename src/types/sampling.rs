@@ -53,6 +53,8 @@ pub struct SamplingParams {
     pub top_logprobs_of: Distribution,
     /// Further values that are reported beside log-probabilities.
     pub returns: TaskReturns,
+    /// Whether the final hidden states of sampled and scored tokens are kept, to compute divergences from them.
+    pub keeps_hidden: bool,
 }
 
 impl Default for SamplingParams {
@@ -79,6 +81,7 @@ impl Default for SamplingParams {
             logprob_token_ids: Arc::default(),
             top_logprobs_of: Distribution::Raw,
             returns: TaskReturns::default(),
+            keeps_hidden: false,
         }
     }
 }

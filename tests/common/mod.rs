@@ -21,8 +21,8 @@ pub use request::Request;
 use rollout_server::config::Config;
 use rollout_server::engine::{
     Activity, AdapterTarget, CancelFlag, Command, Completion, DrainMode, EngineHandle, EngineStatus, Event,
-    GenerateCommand, LifecycleStatus, PromptSampling, RequestClient, RequestKind, RunningPolicy, SleepLevel,
-    SleepReply, Summary, UpdateReply, UpdateSender, ValidRequest, WakeTags,
+    GenerateCommand, LifecycleStatus, PolicyScores, PromptSampling, RequestClient, RequestKind, RunningPolicy,
+    SleepLevel, SleepReply, Summary, UpdateReply, UpdateSender, ValidRequest, WakeTags,
 };
 use rollout_server::error::Result;
 use rollout_server::grammar::Grammar;
@@ -94,9 +94,7 @@ impl Engine {
             params: Arc::new(request.params),
             grammar: request.grammar,
             prompt_sampling: request.own,
-            references: request.references,
-            scores_base: request.scores_base,
-            scores_current: request.scores_current,
+            policies: request.policies,
             top_arrays: None,
             return_routing: format.filter(|_| request.return_routing),
             adapter: request.adapter,
@@ -178,7 +176,8 @@ impl Running {
                     assert!(!text.is_empty());
                     reply.add_text(prompt_index, sample_index, &text);
                 }
-                Event::PromptDone { prompt_index, logprobs, routing, .. } => {
+                Event::PromptDone { prompt_index, logprobs, routing, scores, .. } => {
+                    reply.scores.push((prompt_index, scores));
                     reply.prompt_logprobs.extend(logprobs.map(|logprobs| (prompt_index, logprobs)));
                     reply.prompt_routing.insert(prompt_index, routing);
                 }
@@ -191,6 +190,7 @@ impl Running {
                 assert!(more.is_err(), "an event after the terminal one: {more:?}");
                 reply.completions.sort_by_key(|c| (c.prompt_index, c.sample_index));
                 reply.prompt_logprobs.sort_by_key(|p| p.0);
+                reply.scores.sort_by_key(|p| p.0);
                 return reply;
             }
         }
@@ -200,6 +200,8 @@ impl Running {
 /// Everything that a request got, with its completions in the order of prompts and samples.
 #[derive(Default)]
 pub struct Reply {
+    /// Scores of prompts under other policies, by the index of the prompt.
+    pub scores: Vec<(u32, PolicyScores)>,
     pub completions: Vec<Completion>,
     pub prompt_logprobs: Vec<(u32, Vec<TokenLogprobs>)>,
     /// Rows of experts by prompt index.

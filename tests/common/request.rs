@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
-use rollout_server::engine::{PromptSampling, RequestKind};
+use rollout_server::engine::{OtherPolicies, PromptSampling, RequestKind};
 use rollout_server::grammar::Grammar;
 use rollout_server::types::{ForcedRouting, SamplingParams, TokenId};
 
@@ -27,9 +27,7 @@ pub struct Request {
     pub grammar: Option<Arc<Grammar>>,
     pub own: BTreeMap<u32, PromptSampling>,
     pub adapter: Option<String>,
-    pub references: Vec<Option<String>>,
-    pub scores_base: bool,
-    pub scores_current: bool,
+    pub policies: OtherPolicies,
     pub if_weight_version: Option<u64>,
     pub min_weight_version: Option<u64>,
 }
@@ -59,9 +57,7 @@ impl Request {
             grammar: None,
             own: BTreeMap::new(),
             adapter: None,
-            references: Vec::new(),
-            scores_base: false,
-            scores_current: false,
+            policies: OtherPolicies::default(),
             if_weight_version: None,
             min_weight_version: None,
         }

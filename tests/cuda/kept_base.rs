@@ -1,7 +1,7 @@
 //! The base below a merged adapter, kept on the device: scores under it have the bits of an engine that serves the
 //! base.
 
-use rollout_server::engine::{DrainMode, LifecycleStatus, SleepLevel};
+use rollout_server::engine::{DrainMode, LifecycleStatus, OtherPolicies, SleepLevel};
 use rollout_server::types::{SamplingParams, TokenId};
 
 use crate::common::{Engine, Push, Request, random_prompts};
@@ -18,12 +18,13 @@ fn scores(engine: &Engine, base: &Engine) -> (Vec<u32>, Vec<u32>) {
     let params = SamplingParams { max_tokens: 5, ..Default::default() };
     let request = Request::generate(prompts(), 2, SEED, 0).params(params);
     let plain = engine.generate(request.clone()).bits();
-    let reply = engine.generate(Request { scores_base: true, ..request });
+    let reply =
+        engine.generate(Request { policies: OtherPolicies { base: true, ..OtherPolicies::default() }, ..request });
     assert!(reply.error.is_none(), "{:?}", reply.error);
     assert_eq!(reply.bits(), plain, "scores change no sample");
     let (mut ours, mut theirs) = (Vec::new(), Vec::new());
     for completion in &reply.completions {
-        let score = completion.base.as_ref().expect("it was asked for");
+        let score = completion.scores.base.as_ref().expect("it was asked for");
         ours.extend(score.logprobs.iter().map(|(raw, _)| raw.to_bits()));
         let prompt = &prompts()[completion.prompt_index as usize];
         let sequence = prompt.iter().copied().chain(completion.tokens.iter().map(|token| token.token)).collect();

@@ -1,7 +1,7 @@
 //! With `--keep-base`, finished samples are scored under the base below the merged adapter, with the bits of a server
 //! that serves the base.
 
-use rollout_server::engine::{Completion, DrainMode, LifecycleStatus, RunningPolicy, SleepLevel};
+use rollout_server::engine::{Completion, DrainMode, LifecycleStatus, OtherPolicies, RunningPolicy, SleepLevel};
 use rollout_server::memory::MemoryUse;
 use rollout_server::types::{SamplingParams, TokenId};
 
@@ -41,16 +41,19 @@ impl Pair {
         let params = SamplingParams { temperature: TEMPERATURE, top_p: 0.9, max_tokens: 9, ..Default::default() };
         let request = Request::generate(prompts.clone(), 2, self.seed, 0).params(params);
         let plain = self.engine.generate(request.clone()).bits();
-        let reply = self.engine.generate(Request { scores_base: true, references: vec![None], ..request });
+        let reply = self.engine.generate(Request {
+            policies: OtherPolicies { base: true, references: vec![None], ..OtherPolicies::default() },
+            ..request
+        });
         assert!(reply.error.is_none(), "{step}: {:?}", reply.error);
         assert_eq!(reply.bits(), plain, "{step}: scores change no sample");
         let mut is_base = true;
         for completion in reply.completions {
-            let score = completion.base.as_ref().expect("it was asked for");
+            let score = completion.scores.base.as_ref().expect("it was asked for");
             let prompt = &prompts[completion.prompt_index as usize];
             assert_eq!(bits(score), scored(&self.base, prompt, &completion), "{step}");
             assert_eq!(
-                bits(&completion.references[0]),
+                bits(&completion.scores.references[0]),
                 scored(&self.engine, prompt, &completion),
                 "{step}: the policy"
             );
@@ -128,7 +131,10 @@ fn samples_that_a_push_meets_are_scored_under_the_base() {
         pair.engine.push(Push::lora("peft/rslora_patterns")).expect("merged");
         let prompts = random_prompts(5, 4, 2..60, VOCAB);
         let params = SamplingParams { temperature: TEMPERATURE, max_tokens: 60, ..Default::default() };
-        let request = Request { scores_base: true, ..Request::generate(prompts.clone(), 3, 5, 0).params(params) };
+        let request = Request {
+            policies: OtherPolicies { base: true, ..OtherPolicies::default() },
+            ..Request::generate(prompts.clone(), 3, 5, 0).params(params)
+        };
         let sampling = pair.engine.send(request.named("sampling"));
         while pair.engine.status().stats.generated_tokens < 60 {
             std::thread::yield_now();
@@ -141,7 +147,7 @@ fn samples_that_a_push_meets_are_scored_under_the_base() {
         );
         for completion in &reply.completions {
             let expected = scored(&pair.base, &prompts[completion.prompt_index as usize], completion);
-            assert_eq!(bits(completion.base.as_ref().expect("it was asked for")), expected, "{running:?}");
+            assert_eq!(bits(completion.scores.base.as_ref().expect("it was asked for")), expected, "{running:?}");
         }
     }
 }

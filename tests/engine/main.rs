@@ -4,6 +4,7 @@
 mod common;
 
 mod checkpoint;
+mod divergences;
 mod equalities;
 mod images;
 mod kept_base;

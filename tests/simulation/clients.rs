@@ -6,8 +6,8 @@ use std::time::Duration;
 
 use rollout_server::engine::{
     AbortReply, AbortTarget, AdapterReader, AdapterStatus, CancelFlag, ChecksumReply, Command, DrainMode, EngineStatus,
-    Event, GenerateCommand, LifecycleStatus, ReadAdapter, RequestClient, RequestKind, RequestList, SleepLevel,
-    SleepReply, UpdateStatus, ValidRequest, WakeTags,
+    Event, GenerateCommand, LifecycleStatus, OtherPolicies, ReadAdapter, RequestClient, RequestKind, RequestList,
+    SleepLevel, SleepReply, UpdateStatus, ValidRequest, WakeTags,
 };
 use rollout_server::error::{Error, Result};
 use rollout_server::memory::Backlog;
@@ -154,9 +154,7 @@ impl World {
             params: asked.params.clone(),
             grammar: None,
             prompt_sampling: BTreeMap::new(),
-            references: Vec::new(),
-            scores_base: false,
-            scores_current: false,
+            policies: OtherPolicies::default(),
             top_arrays: None,
             return_routing: None,
             adapter: asked.adapter.map(|name| name.to_string()),

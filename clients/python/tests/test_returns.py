@@ -219,6 +219,67 @@ def test_the_base_scores_the_samples_of_a_merged_adapter(binary):
                 assert sample.base.raw_logprobs.tobytes() != np.float32(sample.raw_logprobs).tobytes()
 
 
+def log_softmax(logprobs, temperature):
+    scaled = logprobs.astype(np.float64) / temperature
+    return scaled - np.log(np.exp(scaled).sum(axis=-1, keepdims=True))
+
+
+def distributions(client, sequence, temperature, **options):
+    """`[T, vocabulary]`, where each token of the sequence after its first was predicted, in float64."""
+    [score] = client.score([sequence], returns=Returns(top=VOCABULARY), **options)
+    found = np.zeros((len(sequence) - 1, VOCABULARY))
+    np.put_along_axis(found, score.returned.top_ids[1:].astype(np.int64), score.returned.top_logprobs[1:], axis=1)
+    return log_softmax(found, temperature)
+
+
+def assert_divergences(score, policy, reference):
+    """The divergences of a score are those of two lists of distributions."""
+    for found, (p, q) in ((score.kl, (policy, reference)), (score.reverse_kl, (reference, policy))):
+        exact = (np.exp(p) * (p - q)).sum(axis=1)
+        # Log-probabilities are rounded to float32.
+        np.testing.assert_allclose(found, exact, rtol=1e-5, atol=1e-5)
+
+
+def test_divergences_are_those_of_whole_distributions(binary):
+    tuned = FIXTURES / "peft" / "plain"
+    flags = ("--dtype", "float32", "--max-adapters", "2", "--keep-base")
+    with server(binary, FIXTURES / "llama-tied", *flags) as client:
+        config = (tuned / "adapter_config.json").read_text()
+        client.push_lora(read_safetensors(tuned / "adapter_model.safetensors"), config, name="tuned")
+        returns = Returns(references=["tuned", None], base=True, divergences=True)
+        outputs = client.generate(PROMPTS, 2, SAMPLING, return_text=False, returns=returns)
+        for output, prompt in zip(outputs, PROMPTS, strict=True):
+            for sample in output.samples:
+                sequence = [*prompt, *sample.token_ids]
+                policy = distributions(client, sequence, 0.8)[len(prompt) - 1 :]
+                reference = distributions(client, sequence, 0.8, adapter="tuned")[len(prompt) - 1 :]
+                assert_divergences(sample.references[0], policy, reference)
+                assert min(sample.references[0].kl) > 1e-6
+                for itself in (sample.references[1], sample.base):
+                    assert not itself.kl.any() and not itself.reverse_kl.any()
+
+
+def test_a_long_sequence_is_scored_under_all_policies(binary):
+    """In two messages, with the values of scores under each policy alone."""
+    tuned = FIXTURES / "peft" / "plain"
+    sequence = [(11 * i * i + 5) % 500 for i in range(1300)]
+    flags = ("--dtype", "float32", "--keep-base", "--max-model-len", "2048")
+    with server(binary, FIXTURES / "llama-tied", *flags) as client:
+        alone = client.score([sequence])[0]
+        base = distributions(client, sequence, 1.0)
+        config = (tuned / "adapter_config.json").read_text()
+        client.push_lora(read_safetensors(tuned / "adapter_model.safetensors"), config)
+        returns = Returns(base=True, references=[None], divergences=True)
+        [score, short] = client.score([sequence, [7]], returns=returns)
+        assert np.isnan([score.base.raw_logprobs[0], score.base.kl[0], short.base.raw_logprobs[0]]).all()
+        assert score.base.raw_logprobs[1:].tobytes() == np.float32(alone.raw_logprobs[1:]).tobytes()
+        assert score.references[0].raw_logprobs[1:].tobytes() == np.float32(score.raw_logprobs[1:]).tobytes()
+        policy = distributions(client, sequence, 1.0)
+        cut = replace(score.base, kl=score.base.kl[1:], reverse_kl=score.base.reverse_kl[1:])
+        assert_divergences(cut, policy, base)
+        assert len(short.references) == 1 and len(short.references[0].logprobs) == 1
+
+
 def test_policies_that_cannot_score_are_rejected(served):
     with pytest.raises(NotFound, match=r'returns.references\[1\]: "nobody" is not resident'):
         served.generate([[1]], returns=Returns(references=[None, "nobody"]), return_text=False)
@@ -229,12 +290,12 @@ def test_policies_that_cannot_score_are_rejected(served):
     penalty = SamplingParams(presence_penalty=0.5)
     with pytest.raises(InvalidArgument, match=r"returns.current: cannot be combined with repetition_penalty"):
         served.generate([[1]], sampling=penalty, returns=Returns(current=True), return_text=False)
-    with pytest.raises(InvalidArgument, match=r"returns.references: Score has none"):
-        served.score([[1, 2]], returns=Returns(references=[None]))
     with pytest.raises(InvalidArgument, match=r"returns.base: the server does not keep the base .* --keep-base"):
         served.generate([[1]], returns=Returns(base=True), return_text=False)
-    with pytest.raises(InvalidArgument, match=r"returns.base: Score has none"):
+    with pytest.raises(InvalidArgument, match=r"returns.base: the server does not keep the base .* --keep-base"):
         served.score([[1, 2]], returns=Returns(base=True))
+    with pytest.raises(InvalidArgument, match=r"returns.divergences: are those from references; name some"):
+        served.generate([[1]], returns=Returns(divergences=True), return_text=False)
     with pytest.raises(InvalidArgument, match=r"returns.current: Score is always under the policy that serves"):
         served.score([[1, 2]], returns=Returns(current=True))
 

@@ -5,6 +5,7 @@ use std::ops::Range;
 
 use candle_core::{Result, Tensor};
 
+use crate::adapter::AdapterRows;
 use crate::buffer::DeviceBuffer;
 use crate::deferred::Deferred;
 use crate::divergence::{Divergences, LogitsPair};
@@ -99,6 +100,16 @@ pub(crate) trait OpsImpl: Send {
     fn put_rows(&self, x: &Tensor, rows: &[u32], out: &Tensor) -> Result<()>;
     fn add_rows(&self, x: &Tensor, rows: &[u32], out: &Tensor) -> Result<()>;
     fn add(&self, x: &Tensor, out: &Tensor) -> Result<()>;
+    /// Whether the groups were added; otherwise nothing was done.
+    fn add_adapters(
+        &self,
+        _x: &Tensor,
+        _groups: &[AdapterRows<'_>],
+        _scratch: [&Tensor; 3],
+        _out: &Tensor,
+    ) -> Result<bool> {
+        Ok(false)
+    }
     fn add_scaled(&self, x: &Tensor, scale: &DeviceBuffer, out: &Tensor) -> Result<()>;
 
     fn route(

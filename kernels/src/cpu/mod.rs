@@ -8,6 +8,7 @@
 //! float32 on all of them.
 
 mod activation;
+mod adapters;
 mod amx;
 #[cfg(target_arch = "x86_64")]
 mod amx_detection;

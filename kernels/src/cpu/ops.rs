@@ -5,13 +5,15 @@ use std::ops::Range;
 
 use candle_core::{Result, Tensor};
 
+use super::adapters::AdapterThreads;
 use super::kv::KvBlocks;
 use super::logits::divergences;
 use super::packed::PackedMatrix;
 use super::pool::Cpu;
-use super::rows::{RowsMut, SelectedRows};
+use super::rows::{Rows, RowsMut, SelectedRows};
 use super::sampling::{LogitsTasks, Samplers};
 use super::{experts, linear, merge};
+use crate::adapter::AdapterRows;
 use crate::backend::operators::OpsImpl;
 use crate::buffer::DeviceBuffer;
 use crate::deferred::Deferred;
@@ -34,6 +36,7 @@ use crate::weights::{ReadRows, WriteElements};
 pub(crate) struct CpuOps {
     cpu: Cpu,
     samplers: Samplers,
+    adapters: AdapterThreads,
 }
 
 /// The part of a step that is prepared for the operators on the CPU; they read the rest from [`StepInput`].
@@ -44,7 +47,7 @@ struct CpuStep {
 
 impl CpuOps {
     pub fn new(cpu: Cpu) -> Self {
-        Self { samplers: Samplers::new(cpu.isa()), cpu }
+        Self { samplers: Samplers::new(cpu.isa()), adapters: AdapterThreads::new(), cpu }
     }
 }
 
@@ -278,6 +281,27 @@ impl OpsImpl for CpuOps {
         })?
     }
 
+    fn add_adapters(
+        &self,
+        x: &Tensor,
+        groups: &[AdapterRows<'_>],
+        [selected, ranks, products]: [&Tensor; 3],
+        out: &Tensor,
+    ) -> Result<bool> {
+        let add = |x: Rows<'_>, scratch: [&mut [f32]; 3], out: RowsMut<'_>| {
+            self.adapters.add(&self.cpu, x, groups, scratch, out)
+        };
+        rows(x, |x| {
+            rows_mut(out, |out| {
+                with_f32_mut(selected, |selected| {
+                    with_f32_mut(ranks, |ranks| {
+                        with_f32_mut(products, |products| add(x, [selected, ranks, products], out))
+                    })
+                })
+            })
+        })????
+    }
+
     fn add_scaled(&self, x: &Tensor, scale: &DeviceBuffer, out: &Tensor) -> Result<()> {
         with_f32(scale.tensor(), |scale| {
             rows(x, |x| rows_mut(out, |out| super::add_scaled(&self.cpu, x, scale, out)))?
@@ -397,5 +421,6 @@ impl OpsImpl for CpuOps {
     fn release(&self) {
         self.cpu.release();
         self.samplers.release();
+        self.adapters.release();
     }
 }

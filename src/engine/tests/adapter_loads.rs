@@ -120,7 +120,7 @@ fn a_load_that_fails_ends_the_requests_that_wait_for_it() {
 fn an_adapter_that_the_model_has_no_place_for_is_refused_by_the_name_of_the_field() {
     let (mut rig, reader) = (Rig::new(), Reader::default());
     let (mut command, asked) = reader.ask("a", "x", 1);
-    command.request.references = vec![None, command.request.adapter.take()];
+    command.request.policies.references = vec![None, command.request.adapter.take()];
     let asked = rig.submit((command, asked));
     rig.engine.core.executor.no_place = true;
     read(&mut rig, "x");
@@ -264,7 +264,7 @@ fn a_request_with_two_adapters_gets_both_slots() {
     let (mut rig, reader) = (Rig::new(), Reader::default());
     let both = |id: &str, names: [&str; 2]| {
         let (mut command, asked) = reader.ask(id, names[0], 1);
-        command.request.references = vec![Some(names[1].into())];
+        command.request.policies.references = vec![Some(names[1].into())];
         (command, asked)
     };
     let [first, second] = [("a", ["v", "w"]), ("b", ["x", "y"])].map(|(id, names)| rig.submit(both(id, names)));
@@ -276,7 +276,7 @@ fn a_request_with_two_adapters_gets_both_slots() {
     [first, second].iter().for_each(|asked| drop(asked.completion()));
     assert_eq!((resident(&mut rig), counts(&mut rig)), (vec!["x".into(), "y".into()], (4, 2, 0)));
     let (mut three, asked) = both("c", ["v", "w"]);
-    three.request.references.push(Some("x".into()));
+    three.request.policies.references.push(Some("x".into()));
     let error = rig.submit((three, asked)).error();
     assert!(matches!(&error, Error::ResourceExhausted(why) if why.contains("needs 3 of the slots")), "{error}");
     rig.assert_clean();

@@ -369,6 +369,8 @@ pub fn sequence(number: usize, tokens: &[u32], adapter: Option<u64>) -> PlanSequ
         mask: None,
         bad: Vec::new(),
         top_of: Distribution::Raw,
+        keeps_hidden: false,
+        policy: None,
     };
     PlanSequence {
         start: 0,

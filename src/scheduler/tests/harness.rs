@@ -192,7 +192,19 @@ fn prompt_states(group: &Group) -> impl Iterator<Item = u64> {
     })
 }
 
-/// The log-probabilities of the same.
+/// The log-probabilities of a sample's tokens under the policy of the group's salt.
+fn output_logprobs(group: &Group, outputs: &[TokenId]) -> Vec<f32> {
+    let last = prompt_states(group).last().expect("a prompt has tokens");
+    let len = group.prompt.tokens.len();
+    let scored = outputs.iter().zip(len..).scan(last, |state, (&token, index)| {
+        let logprob = raw_logprob(*state, token);
+        *state = next_state(*state, group.salt, token, beside(&group.prompt, index));
+        Some(logprob)
+    });
+    scored.collect()
+}
+
+/// The log-probabilities of a group's prompt under the same policy.
 fn prompt_logprobs(group: &Group) -> Vec<f32> {
     let tokens = &group.prompt.tokens[1..];
     prompt_states(group).zip(tokens).map(|(state, &token)| raw_logprob(state, token)).collect()
@@ -259,6 +271,8 @@ pub struct Harness {
     pub results: HashMap<GroupKey, GroupResult>,
     /// Stands for stop strings: a sample ends with a token for which this is true.
     pub stop_string: fn(&TokenLogprobs) -> bool,
+    /// Number of tokens that were scored again.
+    pub rescored: u64,
 }
 
 impl Harness {
@@ -278,6 +292,7 @@ impl Harness {
             groups: HashMap::new(),
             results: HashMap::new(),
             stop_string: |_| false,
+            rescored: 0,
         }
     }
 
@@ -417,6 +432,16 @@ impl Harness {
                 result.prompt_logprobs = logprobs;
                 result.done = is_score;
             }
+            Outcome::Rescored { sample, start, logprobs } => {
+                let group = &self.groups[&sample.group];
+                assert!(group.current.is_some() && !logprobs.is_empty(), "{sample:?}");
+                let outputs = &self.results[&sample.group].samples[sample.sample_index as usize].tokens;
+                assert!(start + logprobs.len() <= outputs.len(), "{sample:?}: tokens that it has");
+                let outputs: Vec<TokenId> = outputs.iter().map(|token| token.token).collect();
+                let expected = output_logprobs(group, &outputs);
+                assert_eq!(raw_logprobs(&logprobs), expected[start..start + logprobs.len()], "{sample:?}");
+                self.rescored += logprobs.len() as u64;
+            }
             Outcome::GrammarFailed { sample, error } => panic!("{sample:?}: {error:?}"),
             Outcome::Token { sample, logprobs, finish, routing, .. } => {
                 let returns_routing = self.groups[&sample.group].returns_routing;
@@ -457,6 +482,8 @@ pub fn group(key: GroupKey, prompt: &[TokenId], n: u32, max_tokens: u32) -> Grou
         salt: CacheSalt::default(),
         grammar: None,
         returns_routing: false,
+        current: None,
+        policy: None,
         kind: GroupKind::Sample { seeds: (0..n).map(|i| sample_seed(7, 0, i)).collect(), prompt_logprobs: false },
     }
 }

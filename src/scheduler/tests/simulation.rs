@@ -98,7 +98,7 @@ fn random_request(rng: &mut ChaCha8Rng, request: u64) -> Vec<Group> {
     let weights = if rng.random_bool(0.2) { weights } else { PolicyWeights::Serving };
     let salt = CacheSalt { epoch: rng.random_range(0..2), weights };
     let score = rng.random_bool(0.2);
-    let returns_routing = rng.random_bool(0.5);
+    let (returns_routing, scores_current) = (rng.random_bool(0.5), rng.random_bool(0.3));
     (0..rng.random_range(1..=4))
         .map(|prompt_index| {
             let prompt = random_prompt(rng, if score { MAX_MODEL_LEN } else { MAX_MODEL_LEN - 1 });
@@ -111,7 +111,8 @@ fn random_request(rng: &mut ChaCha8Rng, request: u64) -> Vec<Group> {
                 GroupKind::Sample { seeds, prompt_logprobs: rng.random_bool(0.25) }
             };
             let (key, params) = (key(request, prompt_index), Arc::clone(&params));
-            Group { key, prompt, params, salt, grammar: None, returns_routing, kind }
+            let current = scores_current.then(|| Arc::new(SamplingParams::default()));
+            Group { key, prompt, params, salt, grammar: None, returns_routing, kind, current, policy: None }
         })
         .collect()
 }
@@ -262,7 +263,7 @@ fn samples_are_the_same_alone_and_in_any_turmoil() {
 #[test]
 fn policies_change_under_running_sequences() {
     let base = rand::random::<u32>();
-    let (mut mixed, mut total) = (0, EngineStats::default());
+    let (mut mixed, mut rescored, mut total) = (0, 0, EngineStats::default());
     for seed in (u64::from(base)..).take(SEEDS as usize) {
         println!("seed {seed}");
         let harness = simulate(seed, true);
@@ -273,9 +274,11 @@ fn policies_change_under_running_sequences() {
             assert!(result.done != result.aborted, "{key:?} has ended once");
         }
         mixed += harness.executor.mixed;
+        rescored += harness.rescored;
         total = total + stats;
     }
-    println!("{mixed} sequences with KV of several policies, {total:?}");
+    println!("{mixed} sequences with KV of several policies, {rescored} tokens scored again, {total:?}");
+    assert!(rescored > SEEDS, "too few tokens are scored again");
     assert!(mixed > SEEDS && total.cached_tokens > 5 * SEEDS && total.preemptions > SEEDS, "too little turmoil");
 }
 

@@ -1,7 +1,7 @@
 //! Further values that requests ask for beside log-probabilities, and the lists of most likely tokens.
 
 use super::{MAX_ADAPTER_NAME_BYTES, ModelFacts, check_length, check_most, check_top_logprobs, pb};
-use crate::engine::TopArrays;
+use crate::engine::{OtherPolicies, TopArrays};
 use crate::error::{Error, Result};
 use crate::types::{Distribution, SamplingParams, TaskReturns};
 
@@ -21,22 +21,21 @@ pub(super) struct Returns {
     pub top_logprobs: u32,
     pub top_logprobs_of: Distribution,
     pub top_arrays: Option<TopArrays>,
-    pub references: Vec<Option<String>>,
-    pub base: bool,
-    pub current: bool,
+    pub policies: OtherPolicies,
 }
 
 impl Returns {
     /// Lists of most likely tokens, and nothing else.
     fn of_lists(top_logprobs: u32, top_logprobs_of: Distribution) -> Self {
-        let (task, references) = (TaskReturns::default(), Vec::new());
-        Self { task, top_logprobs, top_logprobs_of, top_arrays: None, references, base: false, current: false }
+        let (task, policies) = (TaskReturns::default(), OtherPolicies::default());
+        Self { task, top_logprobs, top_logprobs_of, top_arrays: None, policies }
     }
 
     /// The sampling parameters with these.
     pub(super) fn applied(&self, params: SamplingParams) -> SamplingParams {
         let Self { task, top_logprobs, top_logprobs_of, .. } = *self;
-        SamplingParams { top_logprobs, top_logprobs_of, returns: task, ..params }
+        let keeps_hidden = self.policies.divergences;
+        SamplingParams { top_logprobs, top_logprobs_of, returns: task, keeps_hidden, ..params }
     }
 
     /// Checks that a Score of a sample with these parameters has the distribution that its tokens are drawn from, if
@@ -48,7 +47,7 @@ impl Returns {
             ("bad_words", !params.bad_words.is_empty()),
             ("structured_outputs", has_grammar),
         ];
-        match unscored.iter().find(|(_, is_set)| self.current && *is_set) {
+        match unscored.iter().find(|(_, is_set)| self.policies.current && *is_set) {
             None => Ok(()),
             Some((name, _)) => {
                 let message =
@@ -63,12 +62,6 @@ impl Returns {
 pub(super) fn for_generate(request: &pb::GenerateRequest, model: &ModelFacts) -> Result<Returns> {
     let of = distribution("top_logprobs_of", request.top_logprobs_of)?;
     let returns = returns(request.returns.as_ref(), request.top_logprobs, of, model)?;
-    ensure!(
-        !returns.base || model.keeps_base,
-        "returns.base",
-        "the server does not keep the base below a merged adapter; start it with --keep-base, or push the policy as a \
-         resident adapter and name \"\" in returns.references"
-    );
     let excluded = returns.top_arrays.is_some() && !request.logprob_token_ids.is_empty();
     ensure!(!excluded, "returns.top", "cannot be combined with logprob_token_ids; ask for one of them");
     Ok(returns)
@@ -79,13 +72,11 @@ pub(super) fn for_score(request: &pb::ScoreRequest, model: &ModelFacts) -> Resul
     let returns = returns(request.returns.as_ref(), request.top_logprobs, Distribution::Raw, model)?;
     let mixed = returns.top_logprobs_of == Distribution::Processed && !request.logprob_token_ids.is_empty();
     ensure!(!mixed, "returns.top_of", "PROCESSED cannot be combined with logprob_token_ids, which are RAW; use RAW");
-    ensure!(returns.references.is_empty(), "returns.references", "Score has none; call it with each adapter");
     ensure!(
-        !returns.base,
-        "returns.base",
-        "Score has none; ask for it when you sample, or score on a server of the base"
+        !returns.policies.current,
+        "returns.current",
+        "Score is always under the policy that serves; leave it unset"
     );
-    ensure!(!returns.current, "returns.current", "Score is always under the policy that serves; leave it unset");
     Ok(returns)
 }
 
@@ -105,9 +96,8 @@ fn returns(
     ensure!(!unused, "returns.max_support_ids", "means nothing without returns.support; set both or none");
     let task = TaskReturns { entropy: given.entropy, support: given.support.then_some(max_ids) };
     let top_of = distribution("returns.top_of", given.top_of)?;
-    let references = references(&given.references)?;
-    let (base, current) = (given.base, given.current);
-    let lists = Returns { task, references, base, current, ..Returns::of_lists(top_logprobs, top_logprobs_of) };
+    let policies = policies(given, model)?;
+    let lists = Returns { task, policies, ..Returns::of_lists(top_logprobs, top_logprobs_of) };
     if given.top == 0 {
         return Ok(lists);
     }
@@ -117,6 +107,24 @@ fn returns(
     ensure!(top as usize <= vocab_size, "returns.top", "{top} is more than the vocabulary size {vocab_size}");
     let top_arrays = Some(TopArrays { as_bfloat16: given.top_as_bfloat16 });
     Ok(Returns { top_logprobs: top, top_logprobs_of: top_of, top_arrays, ..lists })
+}
+
+/// The other policies under which a request has its tokens scored.
+fn policies(given: &pb::Returns, model: &ModelFacts) -> Result<OtherPolicies> {
+    let &pb::Returns { base, current, divergences, .. } = given;
+    let references = references(&given.references)?;
+    ensure!(
+        !base || model.keeps_base,
+        "returns.base",
+        "the server does not keep the base below a merged adapter; start it with --keep-base, or push the policy as a \
+         resident adapter and name \"\" in returns.references"
+    );
+    ensure!(
+        !divergences || base || !references.is_empty(),
+        "returns.divergences",
+        "are those from references; name some in returns.references, or set returns.base"
+    );
+    Ok(OtherPolicies { references, base, current, divergences })
 }
 
 /// The policies that a request names, each once.

@@ -2,13 +2,16 @@
 
 use std::collections::VecDeque;
 use std::iter::repeat_n;
+use std::ops::Range;
 
 use super::returned::ReturnedArrays;
-use crate::engine::{Completion, Event, PolicyScore, Summary, ValidRequest};
+use crate::engine::{Completion, Event, PolicyScore, PolicyScores, Summary, ValidRequest};
 use crate::error::{Error, Result};
 use crate::server::pb;
 use crate::server::replies::Writer;
-use crate::types::{FinishReason, Prompt, PromptImage, RoutingFormat, TokenId, TokenLogprobs, WeightVersion};
+use crate::types::{
+    Divergences, FinishReason, Prompt, PromptImage, RoutingFormat, TokenId, TokenLogprobs, WeightVersion,
+};
 use pb::generate_response::Event as Message;
 
 /// Most tokens of a sequence in one message of scores: 0.8 MB with 100 most likely tokens at each position.
@@ -59,9 +62,9 @@ impl GenerateWriter {
             text: c.text,
             ranks: self.if_top(|| c.tokens.iter().map(|t| t.rank).collect()),
             returned: self.returned.of(0, &c.tokens),
-            references: c.references.iter().map(policy_score).collect(),
-            base: c.base.as_ref().map(policy_score),
-            current: c.current.as_ref().map(policy_score),
+            references: c.scores.references.iter().map(|score| policy_score(score, 0, 0..c.tokens.len())).collect(),
+            base: c.scores.base.as_ref().map(|score| policy_score(score, 0, 0..c.tokens.len())),
+            current: c.scores.current.as_ref().map(|score| policy_score(score, 0, 0..c.tokens.len())),
             routing: self
                 .routing
                 .map(|format| routing(&format, self.prompt_tokens[c.prompt_index as usize], c.routing)),
@@ -201,7 +204,7 @@ impl ScoreWriter {
         &mut self,
         index: u32,
         (mut logprobs, experts): (Vec<TokenLogprobs>, Vec<u8>),
-        weight_version: WeightVersion,
+        (scores, weight_version): (PolicyScores, WeightVersion),
         out: &mut VecDeque<pb::ScoreResponse>,
     ) -> Result<()> {
         let sequence = self.sequences.get_mut(index as usize).ok_or_else(|| unrequested(index))?;
@@ -221,12 +224,16 @@ impl ScoreWriter {
             let scored = piece.start.saturating_sub(1)..piece.end - 1;
             let tops =
                 piece.clone().map(|i| i.checked_sub(1).map_or_else(Default::default, |i| top_logprobs(&logprobs[i])));
+            let skipped = piece.len() - scored.len();
+            let policy = |score: &PolicyScore| policy_score(score, skipped, scored.clone());
             let score = pb::SequenceScore {
+                references: scores.references.iter().map(policy).collect(),
+                base: scores.base.as_ref().map(policy),
                 raw_logprobs: raw[piece.clone()].to_vec(),
                 logprobs: processed[piece.clone()].to_vec(),
                 top_logprobs: if self.listed { tops.collect() } else { Vec::new() },
                 weight_version,
-                returned: self.returned.of(piece.len() - scored.len(), &logprobs[scored]),
+                returned: self.returned.of(skipped, &logprobs[scored.clone()]),
                 token_id_logprobs: named.get(piece.clone()).unwrap_or_default().to_vec(),
                 routing: self.routing.map(|format| {
                     let byte = |token: usize| (token * format.row_bytes()).min(experts.len());
@@ -259,9 +266,9 @@ impl Writer for ScoreWriter {
 
     fn write(&mut self, event: Event, out: &mut VecDeque<pb::ScoreResponse>) -> Result<Option<Summary>> {
         match event {
-            Event::PromptDone { prompt_index, logprobs, routing, weight_version } => {
-                let scores = (logprobs.unwrap_or_default(), routing);
-                self.score(prompt_index, scores, weight_version, out).map(|()| None)
+            Event::PromptDone { prompt_index, logprobs, routing, weight_version, scores } => {
+                let own = (logprobs.unwrap_or_default(), routing);
+                self.score(prompt_index, own, (scores, weight_version), out).map(|()| None)
             }
             Event::Done(_) if self.left > 0 => Err(Error::Aborted(format!(
                 "the request was aborted before {} of its {} sequences were scored",
@@ -321,9 +328,18 @@ fn listed(tokens: &[(TokenId, f32)]) -> pb::TopLogprobs {
     pb::TopLogprobs { token_ids, logprobs }
 }
 
-fn policy_score(score: &PolicyScore) -> pb::PolicyScore {
-    let (raw_logprobs, logprobs) = score.logprobs.iter().copied().unzip();
-    pb::PolicyScore { weight_version: score.weight_version, raw_logprobs, logprobs }
+/// The values of some tokens of a score, behind those of `skipped` tokens without log-probabilities.
+fn policy_score(score: &PolicyScore, skipped: usize, tokens: Range<usize>) -> pb::PolicyScore {
+    let logprobs = repeat_n((f32::NAN, f32::NAN), skipped).chain(score.logprobs[tokens.clone()].iter().copied());
+    let (raw_logprobs, logprobs) = logprobs.unzip();
+    let (kl, reverse_kl) = match &score.divergences[..] {
+        [] => (Vec::new(), Vec::new()),
+        divergences => {
+            let divergences = repeat_n(&Divergences::NONE, skipped).chain(&divergences[tokens]);
+            divergences.map(|divergence| (divergence.kl, divergence.reverse_kl)).unzip()
+        }
+    };
+    pb::PolicyScore { weight_version: score.weight_version, raw_logprobs, logprobs, kl, reverse_kl }
 }
 
 fn finish_reason(reason: FinishReason) -> pb::FinishReason {

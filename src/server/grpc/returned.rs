@@ -84,7 +84,8 @@ mod tests {
 
     fn token(ids: &[u32], top: &[(u32, f32)]) -> TokenLogprobs {
         let support = Support { size: 3, log_mass: -0.5, ids: ids.to_vec() };
-        let returned = Some(Box::new(TokenReturns { raw_entropy: 1.5, entropy: 0.5, support }));
+        let returned =
+            Some(Box::new(TokenReturns { raw_entropy: 1.5, entropy: 0.5, support, ..TokenReturns::default() }));
         TokenLogprobs { token: 1, raw: -1.0, processed: -0.5, top: top.to_vec(), rank: 1, returned }
     }
 

@@ -20,19 +20,27 @@ pub fn returns(dice: &mut Dice) -> pb::Returns {
         references: Vec::new(),
         base: false,
         current: false,
+        divergences: false,
     }
 }
 
 /// With the policies under which completions are scored as well.
 pub fn returns_of_completions(dice: &mut Dice) -> pb::Returns {
+    let current = dice.is_hostile() && dice.coin();
+    pb::Returns { current, ..returns_of_scores(dice) }
+}
+
+/// With the policies under which sequences are scored as well.
+pub fn returns_of_scores(dice: &mut Dice) -> pb::Returns {
     let references = match dice.below(6) {
         0 => vec![String::new()],
         1 => vec![adapter(dice)],
         2 if dice.is_hostile() => vec![adapter(dice); 1 + dice.below(10)],
         _ => Vec::new(),
     };
-    let [base, current] = [dice.is_hostile() && dice.coin(), dice.is_hostile() && dice.coin()];
-    pb::Returns { references, base, current, ..returns(dice) }
+    let base = dice.is_hostile() && dice.coin();
+    let divergences = dice.coin() && (dice.is_hostile() || !references.is_empty());
+    pb::Returns { references, base, divergences, ..returns(dice) }
 }
 
 /// Checks that all arrays have one value or row for each of `tokens` tokens, the first `skipped` of which have none.

@@ -304,6 +304,11 @@ fn check_policies(request: &pb::GenerateRequest, completion: &pb::Completion) ->
         if [score.raw_logprobs.len(), score.logprobs.len()] != [completion.token_ids.len(); 2] {
             return Err("a score with other tokens".into());
         }
+        let has_divergences = asked.divergences && completion.current.as_ref() != Some(score);
+        let divergences = if has_divergences { completion.token_ids.len() } else { 0 };
+        if [score.kl.len(), score.reverse_kl.len()] != [divergences; 2] {
+            return Err("divergences of other tokens".into());
+        }
         check_logprobs(&score.raw_logprobs)?;
     }
     Ok(())
@@ -322,7 +327,7 @@ pub fn score(dice: &mut Dice) -> Call {
     let sampling = if dice.is_hostile() { sampling::params(dice) } else { sampling::distribution(dice) };
     let sequences: Vec<_> = (0..dice.between(1, most).min(100)).map(|_| tokens(dice, CONTEXT)).collect();
     let named = if dice.one_in(4) { sequences.len().saturating_sub(usize::from(dice.is_hostile())) } else { 0 };
-    let returns = dice.one_in(3).then(|| returns::returns(dice));
+    let returns = dice.one_in(3).then(|| returns::returns_of_scores(dice));
     let lists = dice.is_hostile() || returns.as_ref().is_none_or(|returns| returns.top == 0);
     let named = if lists { named } else { 0 };
     let request = pb::ScoreRequest {
@@ -352,6 +357,23 @@ fn check_score(request: &pb::ScoreRequest, messages: &[Bytes]) -> Result<(), Str
         let score = reply.score.ok_or("a message without a score")?;
         let (tokens, skipped) = (score.raw_logprobs.len(), usize::from(reply.start == 0));
         returns::check(request.returns.as_ref(), score.returned.as_ref(), tokens, skipped)?;
+        let asked = request.returns.clone().unwrap_or_default();
+        let policies: Vec<_> = score.references.iter().chain(&score.base).collect();
+        if policies.len() != asked.references.len() + usize::from(asked.base) {
+            return Err(format!("scores under {} policies", policies.len()));
+        }
+        let expected = [
+            tokens,
+            tokens,
+            if asked.divergences && request.sequences[reply.sequence_index as usize].ids.len() > 1 {
+                tokens
+            } else {
+                0
+            },
+        ];
+        if policies.iter().any(|p| [p.raw_logprobs.len(), p.logprobs.len(), p.kl.len()] != expected) {
+            return Err("a score under another policy with other tokens".into());
+        }
         let (raw, processed) = scores.entry(reply.sequence_index).or_default();
         if raw.len() != reply.start as usize {
             return Err(format!("a part from token {} after {} tokens", reply.start, raw.len()));

@@ -5,7 +5,7 @@ use std::sync::mpsc::{Receiver, sync_channel};
 use std::time::{Duration, Instant};
 
 use rollout_server::comm::Trainers;
-use rollout_server::engine::{Command, Completion, EngineHandle, Event, GenerateCommand, Summary};
+use rollout_server::engine::{Command, Completion, EngineHandle, Event, GenerateCommand, PolicyScores, Summary};
 use rollout_server::error::Result;
 use rollout_server::memory::Traffic;
 use rollout_server::observe::Observer;
@@ -185,9 +185,7 @@ pub fn completion_event(sample_index: u32, ids: &[u32], finish_reason: FinishRea
         seed: 5,
         cached_tokens: 0,
         routing: Vec::new(),
-        references: Vec::new(),
-        base: None,
-        current: None,
+        scores: PolicyScores::default(),
     })
 }
 

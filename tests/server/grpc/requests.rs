@@ -3,7 +3,8 @@
 use std::time::Duration;
 
 use rollout_server::engine::{
-    AbortReply, AbortTarget, Command, EngineStatus, Event, LifecycleStatus, RequestKind, SleepLevel, Summary, WakeTags,
+    AbortReply, AbortTarget, Command, EngineStatus, Event, LifecycleStatus, PolicyScores, RequestKind, SleepLevel,
+    Summary, WakeTags,
 };
 use rollout_server::error::Error;
 use rollout_server::memory::{MemoryReport, MemoryUse};
@@ -195,6 +196,7 @@ async fn scores_come_as_they_are_computed() {
         logprobs: Some(ids.iter().map(|&id| token(id)).collect()),
         routing: Vec::new(),
         weight_version: 2,
+        scores: PolicyScores::default(),
     };
     (engine.client.responder)(scored(1, &[]));
     let first = stream.message().await.expect("no error").expect("a score");

@@ -13,7 +13,14 @@ import numpy as np
 
 from . import _proto
 from ._convert_images import image_info, prompt_image, set_images
-from ._convert_returns import distribution, policy_score, returned, returned_of_parts, set_returns
+from ._convert_returns import (
+    distribution,
+    policy_score,
+    policy_score_of_parts,
+    returned,
+    returned_of_parts,
+    set_returns,
+)
 from ._convert_routing import routing, routing_info, routing_of_parts, set_routing
 from ._convert_sampling import sampling_message, set_sampling_of_prompts
 from ._convert_weights import LIFECYCLES, asleep, open_update
@@ -324,6 +331,10 @@ def _score(parts: list[Any]) -> Score:
         token_id_logprobs=_top_logprobs(named for score in scores for named in score.token_id_logprobs),
         routing=_score_routing(scores),
         returned=returned_of_parts(scores, [len(score.raw_logprobs) for score in scores]),
+        references=[
+            policy_score_of_parts([score.references[i] for score in scores]) for i in range(len(scores[0].references))
+        ],
+        base=policy_score_of_parts([score.base for score in scores]) if scores[0].HasField("base") else None,
     )
 
 

@@ -40,12 +40,23 @@ def set_returns(field: Any, given: Any) -> None:
     extend(field.references, [name or "" for name in given.references], "returns.references")
     set_field(field, "current", given.current, "returns.current")
     set_field(field, "base", given.base, "returns.base")
+    set_field(field, "divergences", given.divergences, "returns.divergences")
 
 
 def policy_score(message: Any) -> PolicyScore:
-    """The log-probabilities of a `PolicyScore`."""
-    raw, processed = (np.array(values, dtype=np.float32) for values in (message.raw_logprobs, message.logprobs))
-    return PolicyScore(message.weight_version, raw, processed)
+    """The values of a `PolicyScore`."""
+    return policy_score_of_parts([message])
+
+
+def policy_score_of_parts(parts: Sequence[Any]) -> PolicyScore:
+    """The values of consecutive messages of one `PolicyScore`, joined."""
+    return PolicyScore(
+        weight_version=parts[0].weight_version,
+        raw_logprobs=np.concatenate([np.array(part.raw_logprobs, np.float32) for part in parts]),
+        logprobs=np.concatenate([np.array(part.logprobs, np.float32) for part in parts]),
+        kl=_numbers(parts, "kl", np.float32),
+        reverse_kl=_numbers(parts, "reverse_kl", np.float32),
+    )
 
 
 def returned(message: Any, tokens: int) -> Returned | None:

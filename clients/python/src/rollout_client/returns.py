@@ -34,20 +34,25 @@ class Returns:
     top_dtype: Literal["float32", "bfloat16"] = "float32"
     """How the server sends the log-probabilities of `top`: 8 or 6 bytes an entry with the id."""
     references: Sequence[str | None] = ()
-    """Policies under which each sample is scored when it has ended, at most 8, each once: names of resident adapters,
-    and None for the policy without an adapter. The samples' `references` have the scores. Not for `score`, which has
-    the option `adapter`."""
+    """Policies under which each sample is scored when it has ended, and each sequence of `score`, at most 8, each once:
+    names of resident adapters, and None for the policy without an adapter. `Sample.references` and `Score.references`
+    have the scores."""
     current: bool = False
     """Score each sample under the policy that serves when it ends: `Sample.current`, for samples during which a push
     came. Not for `score`, and not with penalties, `min_tokens`, `bad_words` or `structured_outputs`."""
     base: bool = False
-    """Score each sample under the base below the merged adapter, as under a reference: `Sample.base`. The server must
-    have `--keep-base`. Not for `score`."""
+    """Score each sample or sequence under the base below the merged adapter, as under a reference: `Sample.base`,
+    `Score.base`. The server must have `--keep-base`."""
+    divergences: bool = False
+    """The divergences over the whole vocabulary between the request's policy and each reference, and the base:
+    `PolicyScore.kl` and `PolicyScore.reverse_kl`. Takes memory of the server's `--request-bytes`: 4 bytes times the
+    model's hidden size for each token, until the sample is sent."""
 
 
 @dataclass(frozen=True)
 class PolicyScore:
-    """Log-probabilities of a sample's `T` tokens under one policy."""
+    """Log-probabilities of the `T` tokens of a sample or of a scored sequence under one policy. The first token of a
+    scored sequence has NaN."""
 
     weight_version: int
     """The version of the policy."""
@@ -57,6 +62,12 @@ class PolicyScore:
     """`[T]`. For a reference and the base: its logits divided by the request's temperature (1 if that is 0), without
     filters and penalties. For the current policy: under the distribution that tokens are sampled from, as
     `Sample.logprobs`."""
+    kl: npt.NDArray[np.float32] | None = None
+    """`[T]`, `KL(policy || this policy)` where each token was predicted, in nats, between the distributions of their
+    logits divided by the temperature as in `logprobs`. The policy is the request's own: that which made the token, or,
+    where a push came in between, that which serves as the sample ends. None unless `Returns.divergences` was set."""
+    reverse_kl: npt.NDArray[np.float32] | None = None
+    """`[T]`, `KL(this policy || policy)`."""
 
 
 @dataclass(frozen=True)

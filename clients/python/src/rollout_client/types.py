@@ -297,6 +297,10 @@ class Score:
     requested."""
     returned: Returned | None = None
     """Further values for the `T` tokens; None unless `returns` was requested."""
+    references: list[PolicyScore] = field(default_factory=list)
+    """The scores under `Returns.references`, in their order."""
+    base: PolicyScore | None = None
+    """The score that `Returns.base` asks for."""
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
 from rollout_client import Returns, SamplingParams
@@ -75,3 +76,26 @@ def test_a_teacher_gives_the_distribution_at_the_students_temperature(policy):
     found = np.empty((len(sequence) - 1, vocabulary), np.float32)
     np.put_along_axis(found, score.returned.top_ids[1:].astype(np.int64), score.returned.top_logprobs[1:], 1)
     assert np.allclose(found, logprobs, atol=1e-4)
+
+
+@torch.no_grad()
+def test_divergences_are_those_of_a_peft_model_and_its_base(binary):
+    base = AutoModelForCausalLM.from_pretrained(FIXTURES / "llama-tied", dtype=torch.float32)
+    model = PeftModel.from_pretrained(base, FIXTURES / "peft" / "plain").eval()
+    sampling = SamplingParams(temperature=0.7, top_p=0.9, max_tokens=12, seed=4, ignore_eos=True)
+    with server(binary, FIXTURES / "llama-tied", "--dtype", "float32", "--max-adapters", "1") as client:
+        client.push_lora(model, name="policy")
+        returns = Returns(references=[None], divergences=True)
+        outputs = client.generate(PROMPTS, 4, sampling, return_text=False, adapter="policy", returns=returns)
+    for output in outputs:
+        for sample in output.samples:
+            tokens = output.prompt_token_ids, sample.token_ids
+            policy = torch.log_softmax(logits_of(model, *tokens).double() / 0.7, -1)
+            with model.disable_adapter():
+                reference = torch.log_softmax(logits_of(model, *tokens).double() / 0.7, -1)
+            kl = (policy.exp() * (policy - reference)).sum(-1)
+            reverse_kl = (reference.exp() * (reference - policy)).sum(-1)
+            [score] = sample.references
+            assert np.allclose(score.kl, kl, rtol=1e-4, atol=1e-5), score.kl - kl.numpy()
+            assert np.allclose(score.reverse_kl, reverse_kl, rtol=1e-4, atol=1e-5)
+            assert score.kl.min() > 1e-4, "the adapter changes the distribution"

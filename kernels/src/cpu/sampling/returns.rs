@@ -111,7 +111,10 @@ fn answered(
     let raw_entropy = if wants_entropy { raw.entropy() } else { 0.0 };
     let entropy = if wants_entropy { entropy(raw_entropy) } else { 0.0 };
     let asked = wants_entropy || limit.is_some();
-    asked.then(|| Box::new(TokenReturns { raw_entropy, entropy, support: limit.map(support).unwrap_or_default() }))
+    asked.then(|| {
+        let support = limit.map(support).unwrap_or_default();
+        Box::new(TokenReturns { raw_entropy, entropy, support, ..TokenReturns::default() })
+    })
 }
 
 impl Raw<'_> {

@@ -6,7 +6,7 @@ use super::super::{RequestKind, abort};
 use super::{generate, model, refusal, score};
 use crate::engine::AbortTarget;
 use crate::server::pb;
-use crate::types::{Distribution, Prompt, SamplingParams, TaskReturns};
+use crate::types::{Distribution, Prompt, SamplingParams};
 
 fn tokens(ids: &[u32]) -> pb::Prompt {
     pb::Prompt { kind: Some(pb::prompt::Kind::Tokens(pb::TokenIds { ids: ids.to_vec() })), ..Default::default() }
@@ -219,7 +219,7 @@ fn every_field_arrives() {
         top_logprobs: 100,
         logprob_token_ids: [5, 3].into(),
         top_logprobs_of: Distribution::Processed,
-        returns: TaskReturns::default(),
+        ..SamplingParams::default()
     };
     assert_eq!(*valid.params, params);
     assert_eq!(

@@ -55,7 +55,17 @@ fn sent_back() -> Message {
 }
 
 fn prompt_done(prompt_index: u32, logprobs: Vec<TokenLogprobs>, weight_version: WeightVersion) -> Event {
-    Event::PromptDone { prompt_index, logprobs: Some(logprobs), routing: Vec::new(), weight_version }
+    Event::PromptDone {
+        prompt_index,
+        logprobs: Some(logprobs),
+        routing: Vec::new(),
+        weight_version,
+        scores: PolicyScores::default(),
+    }
+}
+
+fn policy_score_of(logprobs: Vec<(f32, f32)>, weight_version: WeightVersion) -> PolicyScore {
+    PolicyScore { logprobs, weight_version, ..PolicyScore::default() }
 }
 
 fn completion() -> Completion {
@@ -69,9 +79,15 @@ fn completion() -> Completion {
         seed: 77,
         cached_tokens: 2,
         routing: Vec::new(),
-        references: vec![PolicyScore { logprobs: vec![(-1.5, -2.0), (-0.25, -0.5)], weight_version: 5 }],
-        base: Some(PolicyScore { logprobs: vec![(-1.0, -1.25), (-0.5, -0.625)], weight_version: 5 }),
-        current: Some(PolicyScore { logprobs: vec![(-3.0, -3.5), (-0.75, 0.0)], weight_version: 6 }),
+        scores: PolicyScores {
+            references: vec![PolicyScore {
+                logprobs: vec![(-1.5, -2.0), (-0.25, -0.5)],
+                divergences: vec![Divergences { kl: 0.5, reverse_kl: 0.25 }, Divergences { kl: 0.0, reverse_kl: 1.0 }],
+                weight_version: 5,
+            }],
+            base: Some(policy_score_of(vec![(-1.0, -1.25), (-0.5, -0.625)], 5)),
+            current: Some(policy_score_of(vec![(-3.0, -3.5), (-0.75, 0.0)], 6)),
+        },
     }
 }
 
@@ -98,16 +114,20 @@ fn expected_completion() -> pb::Completion {
             weight_version: 5,
             raw_logprobs: vec![-1.5, -0.25],
             logprobs: vec![-2.0, -0.5],
+            kl: vec![0.5, 0.0],
+            reverse_kl: vec![0.25, 1.0],
         }],
         base: Some(pb::PolicyScore {
             weight_version: 5,
             raw_logprobs: vec![-1.0, -0.5],
             logprobs: vec![-1.25, -0.625],
+            ..pb::PolicyScore::default()
         }),
         current: Some(pb::PolicyScore {
             weight_version: 6,
             raw_logprobs: vec![-3.0, -0.75],
             logprobs: vec![-3.5, 0.0],
+            ..pb::PolicyScore::default()
         }),
     }
 }

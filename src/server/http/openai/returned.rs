@@ -25,6 +25,8 @@ members! {
         pub(super) base: bool,
         /// Score finished samples under the policy that serves when they end (default: false).
         pub(super) current: bool,
+        /// The divergences over the whole vocabulary from each reference, and from the base (default: false).
+        pub(super) divergences: bool,
     }
 }
 
@@ -37,6 +39,7 @@ impl ReturnOptions {
             references: self.references.clone().unwrap_or_default(),
             base: self.base == Some(true),
             current: self.current == Some(true),
+            divergences: self.divergences == Some(true),
             ..Default::default()
         }
     }
@@ -47,7 +50,8 @@ impl ReturnOptions {
         const NUMBER: usize = 24;
         let supports = completion.tokens.iter().filter_map(|token| token.returned.as_ref());
         let ids: usize = supports.map(|returned| returned.support.ids.len()).sum();
-        let policies = 2 * completion.references.iter().chain(&completion.base).chain(&completion.current).count();
+        let arrays = if self.divergences == Some(true) { 4 } else { 2 };
+        let policies = arrays * completion.scores.all().count();
         (ids + (4 + policies) * completion.tokens.len()) * NUMBER
     }
 }
@@ -85,12 +89,20 @@ struct Policy {
     raw_logprobs: Vec<f32>,
     /// For a reference and the base: at the request's temperature, without filters and penalties.
     logprobs: Vec<f32>,
+    /// KL(policy || this policy) where each token was predicted, in nats.
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    kl: Vec<f32>,
+    /// KL(this policy || policy).
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    reverse_kl: Vec<f32>,
 }
 
 impl Policy {
     fn new(score: &PolicyScore) -> Self {
         let (raw_logprobs, logprobs) = score.logprobs.iter().copied().unzip();
-        Self { weight_version: score.weight_version, raw_logprobs, logprobs }
+        let (kl, reverse_kl) =
+            score.divergences.iter().map(|divergence| (divergence.kl, divergence.reverse_kl)).unzip();
+        Self { weight_version: score.weight_version, raw_logprobs, logprobs, kl, reverse_kl }
     }
 }
 
@@ -104,10 +116,10 @@ impl Returned {
             returned.entropies = Some(tokens.iter().map(|token| token.entropy).collect());
         }
         if returns.references.is_some() {
-            returned.references = Some(completion.references.iter().map(Policy::new).collect());
+            returned.references = Some(completion.scores.references.iter().map(Policy::new).collect());
         }
-        returned.base = completion.base.as_ref().map(Policy::new);
-        returned.current = completion.current.as_ref().map(Policy::new);
+        returned.base = completion.scores.base.as_ref().map(Policy::new);
+        returned.current = completion.scores.current.as_ref().map(Policy::new);
         if returns.support == Some(true) {
             returned.support_sizes = Some(tokens.iter().map(|token| token.support.size).collect());
             returned.support_log_masses = Some(tokens.iter().map(|token| token.support.log_mass).collect());

@@ -116,12 +116,12 @@ fn rows_without_a_distribution_have_no_numbers() {
     let options = Options::default();
     let task = SamplingTask { returns: ALL, ..task(&options, 1, 1) };
     for broken in [[0.0, f32::NAN, 2.0], [f32::NAN; 3], [0.0, f32::INFINITY, 1.0]] {
-        let TokenReturns { raw_entropy, entropy, support } = returned(&broken, &task);
+        let TokenReturns { raw_entropy, entropy, support, .. } = returned(&broken, &task);
         assert!(raw_entropy.is_nan() && entropy.is_nan() && support.log_mass.is_nan(), "{broken:?}");
         assert_eq!(support.size, 1);
     }
     // No token has a probability, and the lowest id is taken.
-    let TokenReturns { raw_entropy, entropy, support } = returned(&[f32::NEG_INFINITY; 3], &task);
+    let TokenReturns { raw_entropy, entropy, support, .. } = returned(&[f32::NEG_INFINITY; 3], &task);
     assert!(raw_entropy.is_nan());
     assert_eq!((entropy, support), (0.0, Support { size: 1, log_mass: 0.0, ids: vec![0] }));
 }
