@@ -2,7 +2,7 @@
 //! base.
 
 use rollout_server::engine::{DrainMode, LifecycleStatus, OtherPolicies, SleepLevel};
-use rollout_server::types::{SamplingParams, TokenId};
+use rollout_server::types::{Divergences, SamplingParams, TokenId};
 
 use crate::common::{Engine, Push, Request, random_prompts};
 use crate::own_driver;
@@ -32,6 +32,39 @@ fn scores(engine: &Engine, base: &Engine) -> (Vec<u32>, Vec<u32>) {
         theirs.extend(reply.prompt_logprobs[0].1[prompt.len() - 1..].iter().map(|token| token.raw.to_bits()));
     }
     (ours, theirs)
+}
+
+#[test]
+fn divergences_from_the_base_are_those_of_a_score() {
+    let _own = own_driver();
+    let divergences =
+        OtherPolicies { base: true, divergences: true, references: vec![None], ..OtherPolicies::default() };
+    let params = SamplingParams { max_tokens: 5, temperature: 0.7, keeps_hidden: true, ..Default::default() };
+    for flags in [&["--dtype", "bfloat16"][..], &["--dtype", "float32", "--tp", "2"]] {
+        let engine = Engine::start("qwen2", &[&["--device", "cuda", "--keep-base"], flags].concat());
+        engine.push(Push::lora("peft/bfloat16")).expect("merged");
+        let plain = engine.generate(Request::generate(prompts(), 2, SEED, 0).params(params.clone())).bits();
+        let request = Request { policies: divergences.clone(), ..Request::generate(prompts(), 2, SEED, 0) };
+        let reply = engine.generate(request.params(params.clone()));
+        assert!(reply.error.is_none(), "{:?}", reply.error);
+        assert_eq!(reply.bits(), plain, "divergences change no sample");
+        for completion in &reply.completions {
+            let prompt = &prompts()[completion.prompt_index as usize];
+            let sampled = completion.tokens.iter().map(|token| token.token);
+            let sequence: Vec<TokenId> = prompt.iter().copied().chain(sampled).collect();
+            let request = Request { policies: divergences.clone(), ..Request::score(vec![sequence]) };
+            let scored = engine.generate(request.params(params.clone())).scores.remove(0).1;
+            let (base, expected) =
+                (completion.scores.base.as_ref().expect("asked for"), scored.base.expect("asked for"));
+            let bits = |d: &Divergences| (d.kl.to_bits(), d.reverse_kl.to_bits());
+            let tail = &expected.divergences[prompt.len() - 1..];
+            assert!(base.divergences.iter().map(bits).eq(tail.iter().map(bits)), "{flags:?}");
+            assert!(base.divergences.iter().all(|d| d.kl > 0.0 && d.reverse_kl > 0.0), "{base:?}");
+            let itself = &completion.scores.references[0];
+            assert!(itself.divergences.iter().all(|d| (d.kl, d.reverse_kl) == (0.0, 0.0)), "{itself:?}");
+        }
+        engine.assert_all_free();
+    }
 }
 
 #[test]

@@ -312,12 +312,22 @@ def test_300_frames_that_never_end(bounded, what):
     assert grown < 128 << 20, f"{grown >> 20} MiB were taken"
 
 
-def test_a_careless_score(bounded):
+WHOLE_VOCABULARY = 512
+"""Most likely tokens of a position, as many as the model has."""
+
+
+@pytest.mark.parametrize("returns", [False, True], ids=["most likely tokens", "all that returns has"])
+def test_a_careless_score(bounded, returns):
     """1,000 x 1,000 tokens with 100 most likely ones each, 860 MB of reply, come as they are computed.
 
-    The test leaves when it has 100 MiB of it: on two cores the rest takes minutes.
+    Or with all tokens, supports, entropies and the divergences from a reference: 8 GB of reply. The test leaves when it
+    has 100 MiB of it: on two cores the rest takes minutes.
     """
-    request = _proto.SCORE.request(top_logprobs=100)
+    request = _proto.SCORE.request(top_logprobs=0 if returns else 100)
+    if returns:
+        wanted = request.returns
+        wanted.top, wanted.entropy, wanted.support, wanted.divergences = WHOLE_VOCABULARY, True, True, True
+        wanted.references.append("")
     for i in range(1000):
         request.sequences.add(ids=[(i + j * j) % 500 for j in range(1000)])
     before = memory(bounded.process.pid, "VmHWM")
