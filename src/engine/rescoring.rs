@@ -62,7 +62,7 @@ impl FinishedSequence {
         }
     }
 
-    /// What `version` is known to say of all tokens: of those that it sampled, and of those that it computed again.
+    /// Takes the values of all tokens under `version`: of those that it sampled, and of those that it computed again.
     /// `None` if some are missing. Afterwards only the result has hidden states.
     fn take_known(&mut self, version: WeightVersion) -> Option<Known> {
         let recomputed = std::mem::take(&mut self.recomputed);
@@ -76,7 +76,7 @@ impl FinishedSequence {
     }
 }
 
-/// What the request's own policy says of all tokens of a sequence.
+/// The values of all tokens of a sequence under one version of the request's own policy.
 struct Known {
     score: PolicyScore,
     /// Empty if the hidden states are not kept.
@@ -231,7 +231,7 @@ impl Rescoring {
         Start::Run(groups)
     }
 
-    /// Takes what the request's own policy says of a sequence's tokens now.
+    /// Takes the values of a sequence's tokens under the request's own policy as it serves now.
     fn take_current(&self, sequence: &mut FinishedSequence, Known { score, hidden }: Known) {
         if !hidden.is_empty() {
             let width = hidden.len() / score.logprobs.len();

@@ -180,14 +180,15 @@ impl Scheduler {
         Ok(())
     }
 
-    /// Queues groups that follow from others of the same request, which may be suspended. The queue has no limit for
-    /// them: their request was accepted with them. Each must fit into the context and the cache.
+    /// Queues groups that follow from others of the same request, which may be suspended. They come before its other
+    /// groups, because a finished sequence holds memory until they have run. The queue has no limit for them: their
+    /// request was accepted with them. Each must fit into the context and the cache.
     pub fn add_following(&mut self, groups: Vec<Group>, is_suspended: bool) {
-        for group in groups {
+        for group in groups.into_iter().rev() {
             debug_assert!(self.check_fits(&group).is_ok(), "{:?} does not fit", group.key);
             let request = group.key.request;
             self.live_samples += group.num_samples();
-            self.queue.push(group);
+            self.queue.push_front(group);
             if is_suspended {
                 self.queue.suspend(request);
             }

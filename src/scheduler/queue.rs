@@ -21,13 +21,23 @@ pub(super) struct AdmissionQueue {
 
 impl AdmissionQueue {
     pub fn push(&mut self, group: Group) {
+        self.queue_of(&group).push_back(group);
+    }
+
+    /// Adds a group before the others of its request.
+    pub fn push_front(&mut self, group: Group) {
+        self.queue_of(&group).push_front(group);
+    }
+
+    /// The queue that takes this group, which is counted.
+    fn queue_of(&mut self, group: &Group) -> &mut VecDeque<Group> {
         let request = group.key.request;
         self.num_samples += group.num_samples();
         let queue = self.requests.entry(request).or_default();
         if queue.is_empty() {
             self.turns.push_back(request);
         }
-        queue.push_back(group);
+        queue
     }
 
     /// Takes the next group. Its request has its next turn after all others.

@@ -260,16 +260,16 @@ def test_divergences_are_those_of_whole_distributions(binary):
 
 
 def test_a_long_sequence_is_scored_under_all_policies(binary):
-    """In two messages, with the values of scores under each policy alone."""
+    """In several messages, with the values of scores under each policy alone."""
     tuned = FIXTURES / "peft" / "plain"
-    sequence = [(11 * i * i + 5) % 500 for i in range(1300)]
-    flags = ("--dtype", "float32", "--keep-base", "--max-model-len", "2048")
+    sequence = [(11 * i * i + 5) % 500 for i in range(1000)]
+    flags = ("--dtype", "float32", "--keep-base")
     with server(binary, FIXTURES / "llama-tied", *flags) as client:
         alone = client.score([sequence])[0]
         base = distributions(client, sequence, 1.0)
         config = (tuned / "adapter_config.json").read_text()
         client.push_lora(read_safetensors(tuned / "adapter_model.safetensors"), config)
-        returns = Returns(base=True, references=[None], divergences=True)
+        returns = Returns(base=True, references=[None], divergences=True, top=VOCABULARY)
         [score, short] = client.score([sequence, [7]], returns=returns)
         assert np.isnan([score.base.raw_logprobs[0], score.base.kl[0], short.base.raw_logprobs[0]]).all()
         assert score.base.raw_logprobs[1:].tobytes() == np.float32(alone.raw_logprobs[1:]).tobytes()

@@ -14,7 +14,7 @@ use crate::adapter::{AdapterRows, UpFactor};
 /// Rows that go through an adapter at once: enough that its factors are read from the cache.
 const ROWS_AT_ONCE: usize = 128;
 
-/// What each thread computes with: a processor of one thread.
+/// A processor of one thread for each thread of the pool.
 pub(crate) struct AdapterThreads {
     threads: RefCell<Vec<Cpu>>,
 }

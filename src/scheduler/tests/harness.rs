@@ -298,13 +298,23 @@ impl Harness {
 
     pub fn add(&mut self, groups: Vec<Group>) -> crate::error::Result<()> {
         self.scheduler.add(groups.clone())?;
+        self.note_groups(groups);
+        Ok(())
+    }
+
+    /// See [`Scheduler::add_following`].
+    pub fn add_following(&mut self, groups: Vec<Group>) {
+        self.scheduler.add_following(groups.clone(), false);
+        self.note_groups(groups);
+    }
+
+    fn note_groups(&mut self, groups: Vec<Group>) {
         for group in groups {
             let samples = vec![SampleResult::default(); group.samples().count()];
             self.results.insert(group.key, GroupResult { samples, ..GroupResult::default() });
             self.groups.insert(group.key, group);
         }
         self.scheduler.check_integrity();
-        Ok(())
     }
 
     /// Runs one step and returns its plan. `meanwhile` is called between the step's plan and its answers.

@@ -64,3 +64,14 @@ fn a_prompt_whose_prefix_is_lost_computes_it() {
     harness.run();
     assert!(harness.results[&key(1, 0)].samples[0].finish.is_some());
 }
+
+#[test]
+fn following_groups_come_before_others_of_their_request() {
+    let mut harness = Harness::new(config(1, 100), 50, BLOCK_SIZE);
+    harness.add(vec![scored(key(0, 0), 5), scored(key(0, 1), 6), scored(key(0, 2), 7)]).expect("room");
+    harness.add(vec![scored(key(1, 0), 4)]).expect("room");
+    assert_eq!(shape(&harness.step()), [(0, 4)]);
+    harness.add_following(vec![scored(key(0, 3), 30), scored(key(0, 4), 20)]);
+    let lengths: Vec<usize> = harness.run().iter().map(|plan| plan.num_tokens()).collect();
+    assert_eq!(lengths, [3, 29, 19, 5, 6], "requests take turns, and the last groups of one come first");
+}
