@@ -8,7 +8,7 @@ use super::request::{GenerateCommand, RequestList};
 use crate::error::{Error, Result};
 use crate::memory::{Charge, MemoryReport};
 use crate::types::{EngineStats, Owner, WeightVersion};
-use crate::weights::{Adapter, ReceiveMode, StagingBytes, Tensors, UpdateHeader, WeightUpdate};
+use crate::weights::{Adapter, ReceiveMode, StagingBytes, StoredVersion, Tensors, UpdateHeader, WeightUpdate};
 pub use crate::weights::{AdapterTarget, RunningPolicy};
 
 /// Takes the answer to a command.
@@ -301,6 +301,8 @@ pub struct EngineStatus {
     pub stats: EngineStats,
     /// Sampled tokens per second, over the last ten seconds of stepping.
     pub tokens_per_second: f64,
+    /// The version of a delta store that the policy is.
+    pub stored: Option<StoredVersion>,
 }
 
 /// Sends commands to the engine through its bounded queue. Cheap to clone.

@@ -18,7 +18,7 @@ use crate::memory::{MemoryBudget, MemoryUse, Traffic};
 use crate::observe::{Metrics, Observer, Recorder};
 use crate::scheduler::{RunningKv, Scheduler};
 use crate::types::{EngineStats, RequestKey, WeightVersion};
-use crate::weights::{Parameters, ShadowWeights};
+use crate::weights::{Parameters, ShadowWeights, StoredVersion};
 
 /// Facts and limits that an engine starts with, besides the components it drives.
 pub struct Setup {
@@ -389,6 +389,11 @@ impl<X: Executor> EngineCore<X> {
         let kv = if running == RunningPolicy::Recompute { RunningKv::Recompute } else { RunningKv::Keep };
         let is_tower_new = self.policy.change_tower(tower);
         self.scheduler.change_policy(self.policy.epoch(), kv, is_tower_new);
+    }
+
+    /// The version of a delta store that the policy is; `None` if there is no policy, or none from a store.
+    pub fn stored(&self) -> Option<StoredVersion> {
+        self.policy.stored().filter(|_| self.state.has_policy())
     }
 
     /// Ends requests that have not begun and require exactly another version than `version`.

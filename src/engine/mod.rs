@@ -44,6 +44,7 @@ mod drain;
 mod lifecycle;
 mod open_update;
 mod policy;
+mod replace;
 mod request;
 mod request_state;
 mod requests;

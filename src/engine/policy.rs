@@ -4,7 +4,7 @@ use std::collections::HashSet;
 use std::sync::Arc;
 
 use crate::types::WeightVersion;
-use crate::weights::{Adapter, Replaced};
+use crate::weights::{Adapter, Replaced, StoredVersion};
 
 /// The serving policy, or the one that will serve when the weights wake: a base with at most one adapter merged into
 /// it.
@@ -17,6 +17,8 @@ pub(super) struct Policy {
     replaced: Replaced,
     /// Digest of the vision tower's values, if they are those of a FULL push.
     tower: Option<[u8; 16]>,
+    /// The version of a delta store that the base is.
+    stored: Option<StoredVersion>,
 }
 
 /// The effect of an update on the vision tower.
@@ -32,7 +34,8 @@ pub(super) enum TowerChange {
 impl Policy {
     /// The checkpoint that the server starts with.
     pub fn checkpoint() -> Self {
-        Self { version: 0, epoch: 0, merged: Arc::new(Adapter::none()), replaced: Replaced::default(), tower: None }
+        let (merged, stored) = (Arc::new(Adapter::none()), Some(StoredVersion::CHECKPOINT));
+        Self { version: 0, epoch: 0, merged, replaced: Replaced::default(), tower: None, stored }
     }
 
     /// The version that the trainer gave the policy; 0 for the checkpoint.
@@ -58,6 +61,16 @@ impl Policy {
     /// Whether [`Policy::is_replaced`] holds for any parameter.
     pub fn has_replaced(&self) -> bool {
         !self.replaced.is_empty()
+    }
+
+    /// The version of a delta store that the policy is; `None` if it is no such version.
+    pub fn stored(&self) -> Option<StoredVersion> {
+        self.stored.filter(|_| self.merged.parameters().next().is_none())
+    }
+
+    /// Notes that the base is this version of a delta store.
+    pub fn note_stored(&mut self, version: StoredVersion) {
+        self.stored = Some(version);
     }
 
     /// Changes the version of the same policy.
@@ -90,11 +103,13 @@ impl Policy {
     /// Notes that base values of these parameters were pushed.
     pub fn replace<'n>(&mut self, parameters: impl Iterator<Item = &'n str>) {
         parameters.for_each(|parameter| self.replaced.insert(parameter));
+        self.stored = None;
     }
 
     /// Notes that base values of all parameters but those that are `kept` were pushed.
     pub fn replace_all_but(&mut self, kept: &HashSet<String>) {
         self.replaced.insert_all_but(kept);
+        self.stored = None;
     }
 
     /// Makes the serving weights the base, with nothing merged into it.
@@ -105,6 +120,7 @@ impl Policy {
     /// Makes the checkpoint the base again, with nothing merged. Version and epoch stay until [`Policy::advance`].
     pub fn reset(&mut self) {
         self.replaced.clear();
+        self.stored = Some(StoredVersion::CHECKPOINT);
         self.forget_merged();
     }
 }

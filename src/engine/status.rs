@@ -24,6 +24,7 @@ impl<X: Executor> Engine<X> {
             update: self.updates.opened().map(|open| open.status(core.clock.now())),
             stats: self.stats(),
             tokens_per_second: self.steps.tokens_per_second(),
+            stored: core.stored(),
         }
     }
 

@@ -4,7 +4,6 @@
 //! exception is a FULL push that is written in place: from its first write on the weights are missing, until it or
 //! another complete push is committed.
 
-use std::collections::HashSet;
 use std::sync::Arc;
 
 use super::adapters::Adapters;
@@ -14,14 +13,15 @@ use super::drain::{Commit, Drain, Drains};
 use super::lifecycle::State;
 use super::open_update::{OpenUpdate, Updates};
 use super::policy::TowerChange;
+use super::replace::{apply_stored, apply_tensors};
 use crate::error::{Error, Result};
 use crate::executor::{Executor, WeightOrder};
 use crate::memory::{MemoryBudget, MemoryUse};
 use crate::observe::PushKind;
 use crate::types::WeightVersion;
 use crate::weights::{
-    Adapter, Delta, ReceiveMode, ShadowWeights, Source, StagingBytes, Tensors, UpdateHeader, UpdateKind, WeightUpdate,
-    is_of_tower,
+    Adapter, DeltaStore, ReceiveMode, ShadowWeights, Source, StagingBytes, StoredUpdate, Tensors, UpdateHeader,
+    UpdateKind, WeightUpdate, is_of_tower,
 };
 
 /// The kind of push, as the lifecycle distinguishes them.
@@ -191,9 +191,8 @@ impl Updates {
                 let tower = tower_change(core, &content, tower);
                 match content {
                     WeightUpdate::Lora(adapter) => self.apply_lora(core, adapter)?,
-                    WeightUpdate::Full(tensors) => apply_full(core, tensors)?,
-                    WeightUpdate::Packed(shadow) => apply_packed(core, shadow)?,
-                    WeightUpdate::Delta(delta) => apply_delta(core, delta)?,
+                    WeightUpdate::Stored(stored) => apply_stored(core, stored)?,
+                    content => apply_tensors(core, content)?,
                 }
                 core.state = core.state.complete();
                 core.change_policy(version, header.running, tower);
@@ -290,8 +289,16 @@ fn shadow_weights<X: Executor>(core: &mut EngineCore<X>) -> Result<ShadowWeights
 /// Checks what must hold when an update begins, and again when it is applied.
 fn check_header<X: Executor>(core: &EngineCore<X>, adapters: &Adapters, header: &UpdateHeader) -> Result<()> {
     let have = core.policy.version();
+    let store = if let Source::DeltaStore(store) = &header.source { Some(store) } else { None };
+    if let Some(DeltaStore { path, serving: Some(serving), .. }) = store
+        && core.stored() != Some(*serving)
+    {
+        let version = serving.version;
+        let what = format!("the policy was version {version} of {path} when the push began, and is another one now");
+        return Err(Error::VersionConflict(what));
+    }
     match header.expected_version {
-        None if header.kind == UpdateKind::Delta => {
+        None if header.kind == UpdateKind::Delta && store.is_none() => {
             return Err(Error::invalid("expected_version", "a DELTA must name the version that it changes"));
         }
         Some(expected) if expected != have => {
@@ -387,68 +394,15 @@ fn tower_change<X: Executor>(core: &EngineCore<X>, content: &WeightUpdate, pushe
             !core.state.has_policy() || touches_tower(&core.policy.merged()) || touches_tower(adapter)
         }
         WeightUpdate::Delta(delta) => delta.names().any(is_of_tower),
+        WeightUpdate::Stored(StoredUpdate { base, deltas, .. }) => {
+            let is_changed = deltas.iter().any(|delta| delta.names().any(is_of_tower));
+            match base {
+                Some(base) if !is_changed => return tower_change(core, base, pushed),
+                base => base.is_some() || is_changed,
+            }
+        }
     };
     if may_change { TowerChange::Unknown } else { TowerChange::None }
-}
-
-/// Replaces all parameters by tensors, of which some may have been written before.
-fn apply_full<X: Executor>(core: &mut EngineCore<X>, tensors: Arc<Tensors>) -> Attempt<()> {
-    core.order(WeightOrder::Replace { tensors }).map_err(Failure::or_fatal)?;
-    replace_all_but(core, &HashSet::new());
-    Ok(())
-}
-
-/// Exchanges the weights for shadow weights that hold the new policy. The storage of the old weights is kept for
-/// the next FULL push, unless its memory had been released: finding fresh pages costs more than writing to them.
-fn apply_packed<X: Executor>(core: &mut EngineCore<X>, shadow: ShadowWeights) -> Attempt<()> {
-    let kept = shadow.kept().clone();
-    restore_kept(core, &kept)?;
-    let had_memory = core.state.has_policy();
-    let replaced = core.executor.exchange(shadow).map_err(Failure::Fatal)?;
-    core.spare = had_memory.then_some(replaced);
-    replace_all_but(core, &kept);
-    Ok(())
-}
-
-/// Gives the parameters that a FULL push keeps their base, without the adapter that is merged into them.
-fn restore_kept<X: Executor>(core: &mut EngineCore<X>, kept: &HashSet<String>) -> Attempt<()> {
-    let merged = core.policy.merged();
-    // Buffers keep their values.
-    let keeps_weights = kept.iter().any(|name| core.parameters.get(name).is_some_and(|spec| !spec.is_buffer));
-    if keeps_weights && !core.state.has_policy() {
-        let why = "keep_missing: the weights are missing, so there are none to keep; push every parameter";
-        return Err(Failure::Refused(Error::FailedPrecondition(why.into())));
-    }
-    if !merged.parameters().any(|name| kept.contains(name)) {
-        return Ok(());
-    }
-    let order = WeightOrder::Merge { before: merged, after: Arc::new(Adapter::none()) };
-    core.check_order(&order)?;
-    core.order(order)?;
-    forget_merged(core);
-    Ok(())
-}
-
-/// Notes that every parameter of the base was pushed except for those that are `kept`, and that nothing is merged.
-fn replace_all_but<X: Executor>(core: &mut EngineCore<X>, kept: &HashSet<String>) {
-    core.policy.replace_all_but(kept);
-    forget_merged(core);
-}
-
-/// Changes parameters of the policy that serves. The adapter that was merged into it becomes part of the base.
-fn apply_delta<X: Executor>(core: &mut EngineCore<X>, delta: Arc<Delta>) -> Attempt<()> {
-    let merged = core.policy.merged();
-    let order = WeightOrder::Patch { delta: delta.clone(), merged: merged.clone() };
-    core.order(order).map_err(Failure::or_fatal)?;
-    core.policy.replace(delta.names().chain(merged.parameters()));
-    forget_merged(core);
-    Ok(())
-}
-
-/// Notes that the base serves, with nothing merged into it.
-fn forget_merged<X: Executor>(core: &mut EngineCore<X>) {
-    core.policy.forget_merged();
-    core.free_merged();
 }
 
 /// Gives the policy another version. Its weights, and the KV that was computed with them, stay.

@@ -19,6 +19,6 @@ pub use parameters::{
 pub(crate) use push::{BROADCAST_BUFFER_BYTES, largest_broadcast, most_announced};
 pub use push::{DeclaredPush, ReceiveMode, ReceivingPush, Segments, Sources, StagingBytes, VerifiedPush};
 pub use update::{
-    AdapterTarget, Allocation, Changes, Delta, Replaced, RunningPolicy, ShadowShard, ShadowWeights, Source,
-    TensorEntry, Tensors, TransitBytes, UpdateHeader, UpdateKind, WeightUpdate,
+    AdapterTarget, Allocation, Changes, Delta, DeltaStore, Replaced, RunningPolicy, ShadowShard, ShadowWeights, Source,
+    StoredUpdate, StoredVersion, TensorEntry, Tensors, TransitBytes, UpdateHeader, UpdateKind, WeightUpdate,
 };

@@ -7,7 +7,7 @@ use crate::engine::{AdapterStatus, AdapterTarget, RunningPolicy, UpdateReply, Up
 use crate::error::{Error, Result};
 use crate::observe::{PushGuard, PushKind, Transport};
 use crate::server::pb;
-use crate::weights::{Allocation, Dtype, Source, TensorEntry, UpdateHeader, UpdateKind};
+use crate::weights::{Allocation, DeltaStore, Dtype, Source, TensorEntry, UpdateHeader, UpdateKind};
 
 /// Longest adapter_config.json in bytes: one that names each module of a large model has some 100 KiB.
 const MAX_ADAPTER_CONFIG_BYTES: usize = 1 << 20;
@@ -30,7 +30,7 @@ pub(in crate::server) fn describe(header: &UpdateHeader, push: &PushGuard) {
         Source::Inline => Transport::Inline,
         Source::Broadcast(_) => Transport::Broadcast,
         Source::SharedMemory(_) => Transport::SharedMemory,
-        Source::Directory(_) => Transport::Directory,
+        Source::Directory(_) | Source::DeltaStore(_) => Transport::Directory,
         Source::DeviceMemory => Transport::DeviceMemory,
     };
     push.is(kind, transport, header.adapter.as_ref().map(|adapter| adapter.name.as_str()));
@@ -59,13 +59,22 @@ pub(in crate::server) fn header(header: pb::Header) -> Result<(UpdateHeader, Vec
         let message = "is not possible with in_place, which overwrites the values that would be kept; leave one out";
         return Err(Error::invalid("header.keep_missing", message));
     }
-    if kind == UpdateKind::Delta && header.expected_version.is_none() {
-        return Err(Error::invalid("header.expected_version", "is missing; a DELTA is against a version, name it"));
-    }
+    let source = match (source(header.source)?, kind) {
+        (Source::Directory(path), UpdateKind::Delta) => {
+            let version = header.new_version.ok_or_else(|| {
+                Error::invalid("header.new_version", "is missing; it names the version of the delta store")
+            })?;
+            Source::DeltaStore(DeltaStore { path, version, serving: None })
+        }
+        (_, UpdateKind::Delta) if header.expected_version.is_none() => {
+            return Err(Error::invalid("header.expected_version", "is missing; a DELTA is against a version, name it"));
+        }
+        (source, _) => source,
+    };
     check_length("header.adapter_config", &header.adapter_config, MAX_ADAPTER_CONFIG_BYTES)?;
     let checked = UpdateHeader {
         kind,
-        source: source(header.source)?,
+        source,
         adapter: adapter_target(header.adapter, header.expected_generation, header.evict_adapter)?,
         adapter_config: header.adapter_config,
         expected_version: header.expected_version,

@@ -13,7 +13,7 @@ use crate::server::calls::{ask, engine_gone, reply_channel};
 use crate::server::state::ServingContext;
 use crate::server::{convert, pb};
 use crate::types::WeightVersion;
-use crate::weights::{DeclaredPush, TensorEntry, Tensors, UpdateHeader, VerifiedPush};
+use crate::weights::{DeclaredPush, Source, TensorEntry, Tensors, UpdateHeader, VerifiedPush};
 
 /// Messages between the stream and the thread: further chunks arrive while one is being hashed.
 const QUEUE: usize = 4;
@@ -45,17 +45,19 @@ impl PushThread {
     /// Checks the manifest, opens the update at the engine, and starts the receiving thread.
     pub(in crate::server) async fn open(
         context: &Arc<ServingContext>,
-        header: UpdateHeader,
+        mut header: UpdateHeader,
         tensors: Vec<TensorEntry>,
         sender: UpdateSender,
         noted: PushGuard,
     ) -> Result<Self> {
         convert::describe(&header, &noted);
-        let header = Arc::new(header);
-        let (given, parameters, sources) = (header.clone(), context.parameters.clone(), context.sources.clone());
-        let opened = spawn_blocking(move || DeclaredPush::open(given, tensors, parameters, &sources)).await;
+        if let Source::DeltaStore(store) = &mut header.source {
+            store.serving = ask(&context.engine, |reply| Command::Status { reply }).await?.stored;
+        }
+        let (parameters, sources) = (context.parameters.clone(), context.sources.clone());
+        let opened = spawn_blocking(move || DeclaredPush::open(Arc::new(header), tensors, parameters, &sources)).await;
         let push = opened.map_err(failed)??;
-        let staging = push.staging();
+        let (header, staging) = (push.header().clone(), push.staging());
         let (engine, signs) = (context.engine.clone(), (sender.activity.clone(), noted.clone()));
         let (messages, queue) = mpsc::channel(QUEUE);
         // The thread has the push from here on, because dropping it closes what it has opened of device memory.

@@ -17,6 +17,7 @@
 //! verified of a tensor.
 
 mod adapter;
+mod chain;
 mod delta;
 mod manifest;
 mod packing;
@@ -26,21 +27,25 @@ mod threads;
 mod transport;
 mod verify;
 
+use std::collections::HashSet;
 use std::ops::Range;
 use std::sync::Arc;
 
 use super::lora::AdapterSpec;
 use super::parameters::Parameters;
 use super::update::{
-    ReceivedTensor, ShadowWeights, Source, TensorEntry, Tensors, UpdateHeader, UpdateKind, WeightUpdate,
+    DeltaStore, ReceivedTensor, ShadowWeights, Source, StoredUpdate, StoredVersion, TensorEntry, Tensors, UpdateHeader,
+    UpdateKind, WeightUpdate,
 };
 use crate::error::{Error, Result};
 use crate::memory::{Traffic, human_bytes};
+use chain::DeltaLink;
 use manifest::Manifest;
 use packing::PackedPush;
 use staging::Limits;
 use tensor::PushedTensor;
 use transport::OpenSource;
+use transport::delta_store::{self, Chain};
 
 pub(crate) use manifest::most_announced;
 pub use staging::StagingBytes;
@@ -58,6 +63,15 @@ pub struct DeclaredPush {
     limits: Limits,
     /// Counts the memory for reading the configuration.
     traffic: Traffic,
+    /// Of a push from a delta store.
+    stored: Option<StoredChain>,
+}
+
+/// What a push from a delta store brings beside a whole version.
+struct StoredChain {
+    /// The changes, the oldest first: of the whole version, or of the policy that serves.
+    deltas: Vec<DeltaLink>,
+    version: StoredVersion,
 }
 
 /// How the tensors of a push are received, which is chosen when its memory has been reserved.
@@ -117,13 +131,54 @@ impl DeclaredPush {
         if header.kind != UpdateKind::Lora && !header.adapter_config.is_empty() {
             return Err(Error::invalid("adapter_config", "only a LORA push has an adapter"));
         }
+        if let Source::DeltaStore(store) = &header.source {
+            return Self::open_stored(&header, store, &tensors, parameters, sources);
+        }
         let (source, declared) = OpenSource::open(&header, tensors, sources, parameters.len())?;
+        Self::of_source(header, source, declared, parameters, sources)
+    }
+
+    /// A push of a version of a delta store: of changes only, if the policy that serves is a version that they lead
+    /// from, else of every parameter.
+    fn open_stored(
+        header: &UpdateHeader,
+        store: &DeltaStore,
+        tensors: &[TensorEntry],
+        parameters: Arc<Parameters>,
+        sources: &Sources,
+    ) -> Result<Self> {
+        if !tensors.is_empty() {
+            return Err(Error::invalid("source.directory", "the store declares the tensors; leave them out"));
+        }
+        let Chain { base, deltas, version } = delta_store::open(store, sources, &parameters)?;
+        let mut header = header.clone();
+        let serving = store.serving.filter(|_| base.is_none());
+        header.source = Source::DeltaStore(DeltaStore { serving, ..store.clone() });
+        header.kind = if base.is_some() { UpdateKind::Full } else { UpdateKind::Delta };
+        let deltas = deltas.into_iter().map(|delta| DeltaLink::new(delta, parameters.clone()));
+        let stored = StoredChain { deltas: deltas.collect::<Result<_>>()?, version };
+        let (source, declared) = match base {
+            Some(base) => base,
+            None => (OpenSource::of_files(Vec::new(), sources.traffic.charge(0)?), Vec::new()),
+        };
+        let push = Self::of_source(Arc::new(header), source, declared, parameters, sources)?;
+        Ok(Self { stored: Some(stored), ..push })
+    }
+
+    fn of_source(
+        header: Arc<UpdateHeader>,
+        source: OpenSource,
+        declared: Vec<TensorEntry>,
+        parameters: Arc<Parameters>,
+        sources: &Sources,
+    ) -> Result<Self> {
         let mut push = Self {
             manifest: Manifest::new(&header, parameters),
             source,
             adapter: None,
             limits: Limits::default(),
             traffic: sources.traffic.clone(),
+            stored: None,
             header,
         };
         push.add(declared)?;
@@ -136,9 +191,16 @@ impl DeclaredPush {
         Ok(push)
     }
 
+    /// The header, which says what a push from a delta store changes.
+    pub fn header(&self) -> &Arc<UpdateHeader> {
+        &self.header
+    }
+
     /// The memory to reserve for the push.
     pub fn staging(&self) -> StagingBytes {
-        self.limits.staging(&self.manifest, self.adapter.as_ref(), self.source.transit(&self.header))
+        let staging = self.limits.staging(&self.manifest, self.adapter.as_ref(), self.source.transit(&self.header));
+        let deltas = self.stored.iter().flat_map(|stored| &stored.deltas).map(DeltaLink::staging);
+        StagingBytes { staged: deltas.fold(staging.staged, u64::saturating_add), ..staging }
     }
 
     /// Begins to receive the push. Tensors that are packed and come from files are read now.
@@ -181,7 +243,7 @@ impl ReceivingPush {
     /// # Errors
     /// As for [`DeclaredPush::open`]; also if the tensors pass the announced total.
     pub fn declare(&mut self, tensors: Vec<TensorEntry>) -> Result<()> {
-        if matches!(self.push.header.source, Source::Directory(_)) {
+        if matches!(self.push.header.source, Source::Directory(_) | Source::DeltaStore(_)) {
             return Err(Error::invalid("tensors", "the directory declares the tensors"));
         }
         if tensors.is_empty() {
@@ -253,7 +315,7 @@ impl ReceivingPush {
         self.close()?;
         self.push.manifest.check_complete()?;
         self.read_files()?;
-        let DeclaredPush { header, mut manifest, adapter, .. } = self.push;
+        let DeclaredPush { header, mut manifest, adapter, stored, .. } = self.push;
         let (digest, bytes) = (manifest.digest()?, manifest.declared);
         let tower = if header.kind == UpdateKind::Full { manifest.tower_digest()? } else { None };
         manifest.check_head(PushedTensor::digest)?;
@@ -278,7 +340,8 @@ impl ReceivingPush {
             }
             (UpdateKind::Delta, _) => WeightUpdate::Delta(Arc::new(delta::decode_all(&mut manifest)?)),
         };
-        Ok(VerifiedPush { update, digest, tower, bytes, parameters })
+        let push = VerifiedPush { update, digest, tower, bytes, parameters };
+        if let Some(stored) = stored { stored.finish(push, &manifest) } else { Ok(push) }
     }
 
     /// Takes the tensors that have been declared for all, although more may have been announced.
@@ -304,6 +367,25 @@ impl ReceivingPush {
     fn read_files(&mut self) -> Result<()> {
         let unread = self.push.manifest.tensors.iter_mut().filter(|t| t.file().is_some() && t.is_untouched());
         threads::in_parallel(unread.map(|tensor| (tensor.bytes, tensor)).collect(), PushedTensor::read)
+    }
+}
+
+impl StoredChain {
+    /// Reads, verifies and decodes the changes, and adds them to the push of the whole version, if there is one.
+    fn finish(self, push: VerifiedPush, manifest: &Manifest) -> Result<VerifiedPush> {
+        let Self { deltas, mut version } = self;
+        let is_whole = manifest.kind == UpdateKind::Full;
+        let base = is_whole.then(|| Box::new(push.update));
+        if is_whole && deltas.is_empty() {
+            version.digest = push.digest;
+        }
+        let mut names = HashSet::new();
+        deltas.iter().for_each(|delta| delta.add_names(&mut names));
+        let parameters = if is_whole { push.parameters } else { names.len() };
+        let bytes = deltas.iter().map(DeltaLink::bytes).sum::<u64>() + push.bytes;
+        let deltas = deltas.into_iter().map(|delta| Ok(Arc::new(delta.decode()?))).collect::<Result<_>>()?;
+        let update = WeightUpdate::Stored(StoredUpdate { base, deltas, version });
+        Ok(VerifiedPush { update, digest: version.digest, tower: push.tower, bytes, parameters })
     }
 }
 

@@ -11,6 +11,7 @@ mod payloads;
 mod qwen_v1;
 mod segments;
 mod sources;
+mod stores;
 mod streams;
 
 use half::{bf16, f16};

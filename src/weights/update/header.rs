@@ -93,8 +93,36 @@ pub enum Source {
     SharedMemory(String),
     /// The path of a directory below `--weights-dir`.
     Directory(String),
+    /// A version of a delta store below `--weights-dir`.
+    DeltaStore(DeltaStore),
     /// Device memory of the sender: each tensor names its allocation.
     DeviceMemory,
+}
+
+/// The version of a delta store that a push names.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct DeltaStore {
+    /// The path of the store's directory.
+    pub path: String,
+    pub version: WeightVersion,
+    /// The version of the store that the policy serves, if it serves one. Once the push is open, only if its deltas
+    /// change that version: otherwise the push brings every parameter.
+    pub serving: Option<StoredVersion>,
+}
+
+/// Identifies a version that was read from a delta store.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct StoredVersion {
+    pub version: WeightVersion,
+    /// The digest of the push: equal for the same files on every server.
+    pub digest: [u8; 16],
+    /// Digest of the headers of the version's files with their times and sizes: other files have another one.
+    pub stamp: [u8; 16],
+}
+
+impl StoredVersion {
+    /// The checkpoint that the server was started with: version 0 of every store that has no files for it.
+    pub const CHECKPOINT: Self = Self { version: 0, digest: [0; 16], stamp: [0; 16] };
 }
 
 /// Memory that a FULL push takes for its tensors between the sender and the weights.

@@ -14,7 +14,8 @@ use super::lora::Adapter;
 pub use delta::{Changes, Delta};
 pub(super) use delta::{GAP_BYTES, TensorDelta};
 pub use header::{
-    AdapterTarget, Allocation, RunningPolicy, Source, TensorEntry, TransitBytes, UpdateHeader, UpdateKind,
+    AdapterTarget, Allocation, DeltaStore, RunningPolicy, Source, StoredVersion, TensorEntry, TransitBytes,
+    UpdateHeader, UpdateKind,
 };
 pub use replaced::Replaced;
 pub(super) use shadow::{PushedRows, RowLayout, ShadowTensor};
@@ -34,4 +35,16 @@ pub enum WeightUpdate {
     Packed(ShadowWeights),
     /// New values of single elements.
     Delta(Arc<Delta>),
+    /// A version of a delta store.
+    Stored(StoredUpdate),
+}
+
+/// A version of a delta store, as changes of the policy that serves or of a whole version before it.
+#[derive(Debug)]
+pub struct StoredUpdate {
+    /// The whole version that the deltas change, of kind `Full` or `Packed`; `None` if they change what serves.
+    pub base: Option<Box<WeightUpdate>>,
+    /// The deltas, the oldest first.
+    pub deltas: Vec<Arc<Delta>>,
+    pub version: StoredVersion,
 }

@@ -1,6 +1,7 @@
 """Client of rollout-server: groups of samples with log-probabilities, for RL fine-tuning."""
 
 from ._delta import DeltaTensor, make_delta
+from ._delta_store import DeltaStore
 from ._segment import SharedBuffer, clean_stale_segments
 from ._session import AsyncPush, Push
 from ._tensors import checksum_of
@@ -91,6 +92,7 @@ __all__ = [
     "ChatMessage",
     "DataLoss",
     "DeadlineExceeded",
+    "DeltaStore",
     "DeltaTensor",
     "DrainMode",
     "DtypeName",

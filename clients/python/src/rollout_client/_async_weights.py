@@ -134,7 +134,8 @@ class AsyncWeightSync:
 
         Args:
             path: a directory on the server's host, inside `--weights-dir` or relative to it.
-            kind: `"lora"` reads `adapter_config.json` and `adapter_model.safetensors`; `"full"` reads `*.safetensors`.
+            kind: `"lora"` reads `adapter_config.json` and `adapter_model.safetensors`; `"full"` reads `*.safetensors`;
+                `"delta"` reads the `version` of a delta store, such as `rollout_client.DeltaStore` writes.
             options: keyword options; `rollout_client.PushDirectoryOptions` describes them.
         """
         return await self._pusher.run(lambda pusher: pusher.push_directory(path, kind, options))

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import zstandard
 
 from ._tensors import bits_of, layout_of
@@ -64,8 +65,12 @@ def delta_of(name: str, old: Any, new: Any, dtype: DtypeName) -> DeltaTensor | N
     indices = np.flatnonzero(values != bits_of(name, old, dtype))
     if not len(indices):
         return None
+    return DeltaTensor(name, dtype, shape, len(indices), payload_of(name, indices, values[indices]))
+
+
+def payload_of(name: str, indices: npt.NDArray[np.intp], values: npt.NDArray[np.unsignedinteger]) -> bytes:
+    """The payload of changed elements of a tensor, as `DeltaTensor.payload`: at least one, by ascending indices."""
     gaps = np.diff(indices, prepend=0)
     if gaps.max() > _LARGEST_GAP:
         raise InvalidArgument(f"{name}: {gaps.max()} unchanged elements in a row are too many; push it whole")
-    payload = zstandard.compress(gaps.astype("<u4").tobytes() + values[indices].tobytes(), _ZSTD_LEVEL)
-    return DeltaTensor(name, dtype, shape, len(indices), payload)
+    return zstandard.compress(gaps.astype("<u4").tobytes() + values.tobytes(), _ZSTD_LEVEL)

@@ -44,6 +44,7 @@ from .options import (
     PushKind,
     PushLoraOptions,
     check_begin_push,
+    check_push_directory,
     refuse_unknown,
 )
 from .types import DtypeName, ParameterInfo, UpdateResult
@@ -122,8 +123,7 @@ class Pusher:
     def push_directory(self, path: str | os.PathLike[str], kind: str, options: PushDirectoryOptions) -> UpdateResult:
         """As `WeightSync.push_directory`."""
         refuse_unknown("push_directory", options, PushDirectoryOptions)
-        if kind not in ("lora", "full"):
-            raise InvalidArgument(f"kind: expected 'lora' or 'full', got {kind!r}")
+        check_push_directory(kind, options)
         header = _convert_weights.update_header(kind, options, directory=os.fspath(path))
         return _convert_weights.update_result(push_header(lambda: self.start(options.get("timeout")), header))
 

@@ -228,6 +228,14 @@ def check_begin_push(kind: str, config: object, options: BeginPushOptions) -> No
         raise InvalidArgument("base_version: missing; name the version that the old tensors are")
 
 
+def check_push_directory(kind: str, options: PushDirectoryOptions) -> None:
+    """Raises `InvalidArgument` if arguments of `push_directory` do not belong to its kind."""
+    if kind not in ("lora", "full", "delta"):
+        raise InvalidArgument(f"kind: expected 'lora', 'full' or 'delta', got {kind!r}")
+    if kind == "delta" and options.get("version") is None:
+        raise InvalidArgument("version: missing; name the version of the delta store")
+
+
 def refuse_unknown(method: str, options: Mapping[str, object], known: type[Any]) -> None:
     """Raises the `TypeError` of an unknown argument of `method` if an option is not a key of `known`."""
     names = known.__optional_keys__

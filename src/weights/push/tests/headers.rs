@@ -66,8 +66,8 @@ fn tensors_that_are_not_one_behind_the_other_are_refused() {
     refuses(format!("{{{},{}}}", member("a", &[2], 0), member("b", &[3], 4)), "b begins at 4");
     refuses(format!("{{{}}}", member("a", &[4], 0).replace("[4]", "[3]")), "cannot take the bytes 0 to 16");
     refuses(format!("{{{}}}", member("a", &[4], 0).replace("[4]", "[4611686018427387904]")), "cannot take");
-    refuses(format!("{{{}}}", member("a", &[4], 0).replace("F32", "I8")), "stored as I8");
-    refuses(format!("{{{}}}", member(&"n".repeat(5000), &[3], 0).replace("F32", "I8")), "bytes in all");
+    refuses(format!("{{{}}}", member("a", &[4], 0).replace("F32", "I32")), "stored as I32");
+    refuses(format!("{{{}}}", member(&"n".repeat(5000), &[4], 0).replace("F32", "I32")), "bytes in all");
     refuses("[]".into(), "an object");
 }
 

@@ -14,11 +14,11 @@ use crate::error::{Error, Result};
 use crate::weights::update::{TensorEntry, UpdateKind};
 
 /// The field of the push that errors name.
-const FIELD: &str = "source.directory";
+pub(super) const FIELD: &str = "source.directory";
 const ADAPTER_CONFIG: &str = "adapter_config.json";
 const ADAPTER: &str = "adapter_model.safetensors";
 /// Most files of a directory. Each stays open until it is read, and a process can have about a thousand files open.
-const MAX_FILES: usize = 512;
+pub(super) const MAX_FILES: usize = 512;
 /// Most bytes of the safetensors headers of a directory, unless the model has so many parameters that it needs more.
 const MAX_HEADER_BYTES: u64 = 4 << 20;
 /// Bytes of headers that the model needs for each parameter: a tensor takes some hundred, and an adapter has up to six
@@ -41,6 +41,28 @@ pub(super) fn open(
     sources: &Sources,
     parameters: usize,
 ) -> Result<(OpenSource, Vec<TensorEntry>)> {
+    let (root, path) = open_root(path, sources)?;
+    let (paths, adapter_config) = match kind {
+        UpdateKind::Lora => (vec![path.join(ADAPTER)], read_text(&root, &path.join(ADAPTER_CONFIG))?),
+        UpdateKind::Full => (safetensors_of(&root, &path)?, String::new()),
+        UpdateKind::Delta => return Err(refuse("a DELTA from a directory names a delta store")),
+    };
+    let mut charge = sources.traffic.charge(0)?;
+    let (mut tensors, mut files) = (Vec::new(), Vec::new());
+    let mut left = most_header_bytes(parameters);
+    for path in paths {
+        let file = Arc::new(open_file(&root, &path)?);
+        tensors.extend(read_header(&file, FIELD, (&mut left, &mut charge), None)?);
+        files.resize(tensors.len(), file);
+    }
+    Ok((OpenSource::Directory { files, adapter_config, _charge: charge }, tensors))
+}
+
+/// Opens `--weights-dir`, and returns it with the path of a directory relative to it.
+///
+/// # Errors
+/// `InvalidArgument` on `source.directory` if the server reads from no directory, or the path is outside of it.
+pub(super) fn open_root(path: &str, sources: &Sources) -> Result<(Root, PathBuf)> {
     let weights_dir = sources
         .weights_dir
         .as_deref()
@@ -48,24 +70,15 @@ pub(super) fn open(
     let path = relative(path, weights_dir, sources.flag)?;
     let root = Dir::open_ambient_dir(weights_dir, ambient_authority())
         .map_err(|e| cannot_open_root(weights_dir, sources.flag, &e))?;
-    let root = Root { root, flag: sources.flag };
-    let (paths, adapter_config) = match kind {
-        UpdateKind::Lora => (vec![path.join(ADAPTER)], read_text(&root, &path.join(ADAPTER_CONFIG))?),
-        UpdateKind::Full => (safetensors_of(&root, &path)?, String::new()),
-        UpdateKind::Delta => return Err(refuse("a DELTA comes in the stream or in shared memory")),
-    };
-    let mut charge = sources.traffic.charge(0)?;
-    let (mut tensors, mut files) = (Vec::new(), Vec::new());
-    let mut left = MAX_HEADER_BYTES.max(HEADER_BYTES_PER_PARAMETER * parameters as u64);
-    for path in paths {
-        let file = Arc::new(open_file(&root, &path)?);
-        tensors.extend(read_header(&file, FIELD, &mut left, &mut charge)?);
-        files.resize(tensors.len(), file);
-    }
-    Ok((OpenSource::Directory { files, adapter_config, _charge: charge }, tensors))
+    Ok((Root { root, flag: sources.flag }, path))
 }
 
-fn refuse(message: impl Into<String>) -> Error {
+/// Most bytes of the safetensors headers of a directory, for a model with so many parameters.
+pub(super) fn most_header_bytes(parameters: usize) -> u64 {
+    MAX_HEADER_BYTES.max(HEADER_BYTES_PER_PARAMETER * parameters as u64)
+}
+
+pub(super) fn refuse(message: impl Into<String>) -> Error {
     Error::invalid(FIELD, message)
 }
 
@@ -74,12 +87,37 @@ fn cannot_open_root(weights_dir: &Path, flag: &str, error: &std::io::Error) -> E
 }
 
 /// The open directory, and the flag that names it.
-struct Root {
+pub(super) struct Root {
     root: Dir,
     flag: &'static str,
 }
 
 impl Root {
+    /// Whether there is something at `path`.
+    ///
+    /// # Errors
+    /// `InvalidArgument` if the path leads out of the directory, or cannot be read.
+    pub fn has(&self, path: &Path) -> Result<bool> {
+        match self.root.metadata(path).map_err(|e| self.cannot_open(path, &e)) {
+            Ok(_) => Ok(true),
+            Err(Error::NotFound(_)) => Ok(false),
+            Err(error) => Err(error),
+        }
+    }
+
+    /// The largest number that `number_of` finds in the names of what is in a directory.
+    ///
+    /// # Errors
+    /// As for [`Root::cannot_open`].
+    pub fn newest(&self, path: &Path, number_of: impl Fn(&str) -> Option<u64>) -> Result<Option<u64>> {
+        let mut newest = None;
+        for entry in self.root.read_dir(path).map_err(|e| self.cannot_open(path, &e))? {
+            let name = entry.map_err(|e| self.cannot_open(path, &e))?.file_name();
+            newest = newest.max(name.to_str().and_then(&number_of));
+        }
+        Ok(newest)
+    }
+
     /// The error for a path that cannot be opened.
     fn cannot_open(&self, path: &Path, error: &std::io::Error) -> Error {
         let (path, flag) = (path.display(), self.flag);
@@ -114,7 +152,7 @@ fn relative(path: &str, weights_dir: &Path, flag: &str) -> Result<PathBuf> {
 }
 
 /// The paths of all `*.safetensors` of a directory, in the order of their names.
-fn safetensors_of(root: &Root, path: &Path) -> Result<Vec<PathBuf>> {
+pub(super) fn safetensors_of(root: &Root, path: &Path) -> Result<Vec<PathBuf>> {
     let mut names = Vec::new();
     for entry in root.root.read_dir(path).map_err(|e| root.cannot_open(path, &e))? {
         let name = entry.map_err(|e| root.cannot_open(path, &e))?.file_name();
@@ -132,7 +170,7 @@ fn safetensors_of(root: &Root, path: &Path) -> Result<Vec<PathBuf>> {
     Ok(names)
 }
 
-fn open_file(root: &Root, path: &Path) -> Result<SourceFile> {
+pub(super) fn open_file(root: &Root, path: &Path) -> Result<SourceFile> {
     let mut options = OpenOptions::new();
     // Opening a pipe must not wait for its other end.
     options.read(true).custom_flags(libc::O_NONBLOCK);

@@ -3,6 +3,7 @@
 //! of a directory, or allocations of device memory.
 
 pub(super) mod broadcast;
+pub(super) mod delta_store;
 pub(super) mod device;
 mod file;
 mod safetensors;
@@ -21,6 +22,7 @@ pub(super) use source_file::SourceFile;
 
 use crate::error::{Error, Result};
 use crate::memory::{Charge, Traffic};
+use crate::types::WeightVersion;
 use crate::weights::update::{Source, TensorEntry, TransitBytes, UpdateHeader};
 use device::Allocations;
 
@@ -70,6 +72,15 @@ impl Sources {
     /// UUIDs of the devices in whose memory the tensors of pushes may lie, in the order of the ranks.
     pub fn device_uuids(&self) -> Vec<String> {
         self.devices.iter().filter_map(Device::uuid).collect()
+    }
+
+    /// The delta store below the weights' directory, and its version, that a path names; `None` for the path of a
+    /// checkpoint.
+    ///
+    /// # Errors
+    /// `InvalidArgument` on `source.directory` if the path is outside of the directory; `NotFound`.
+    pub fn stored_version(&self, path: &str) -> Result<Option<(String, WeightVersion)>> {
+        delta_store::named(path, self)
     }
 
     /// The segments of shared memory that clients have named.
@@ -122,8 +133,15 @@ impl OpenSource {
                 }
                 return file::open(header.kind, path, sources, parameters);
             }
+            Source::DeltaStore(_) => unreachable!("opened as a chain of versions"),
         };
         Ok((source, tensors))
+    }
+
+    /// The source of tensors that are each read from one of these files. `charge` counts the memory for their
+    /// declarations.
+    pub fn of_files(files: Vec<Arc<SourceFile>>, charge: Charge) -> Self {
+        Self::Directory { files, adapter_config: String::new(), _charge: charge }
     }
 
     /// Whether chunks of the tensors come, instead of being read from files.

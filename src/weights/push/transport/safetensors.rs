@@ -1,9 +1,11 @@
 //! The header of a safetensors file, read within bounds: a push may name a file that was made to exhaust memory.
 
+use std::collections::HashMap;
 use std::fmt;
 
 use serde::Deserializer as _;
 use serde::de::{Error as _, IgnoredAny, MapAccess, Visitor};
+use twox_hash::xxhash3_128::Hasher;
 
 use super::SourceFile;
 use crate::error::{self, Error, shown};
@@ -17,18 +19,51 @@ const METADATA: &str = "__metadata__";
 const MAX_DIMENSIONS: usize = 4;
 /// Bytes of memory for each byte of a header: itself, and the tensors that it declares until the push ends. Tensors
 /// with short names take the most.
-const DECLARED_BYTES: u64 = 24;
+pub(super) const DECLARED_BYTES: u64 = 24;
 /// Most bytes of an error about a header, which can quote it.
-const MAX_QUOTED_BYTES: usize = 300;
+pub(super) const MAX_QUOTED_BYTES: usize = 300;
 
-/// The tensors of a file, in the order of their bytes. Errors are on `field`. `left` is the most bytes that the headers
-/// of the files still to be read may have together.
+/// A file's header as it is stored.
+pub(super) struct StoredHeader {
+    /// In the order of their bytes, which follow one another without gaps.
+    pub tensors: Vec<StoredTensor>,
+    /// The texts of its writer's; empty unless they were asked for.
+    pub metadata: HashMap<String, String>,
+}
+
+/// A tensor of a file, of any dtype.
+pub(super) struct StoredTensor {
+    pub name: String,
+    pub dtype: safetensors::Dtype,
+    pub shape: Vec<usize>,
+    /// Its first byte in the file, and the number of its bytes.
+    pub offset: u64,
+    pub bytes: u64,
+}
+
+/// The tensors of a file, in the order of their bytes, for a push of values. Arguments are those of [`read_stored`].
 pub(super) fn read_header(
     file: &SourceFile,
     field: &str,
-    left: &mut u64,
-    charge: &mut Charge,
+    limits: (&mut u64, &mut Charge),
+    digest: Option<&mut Hasher>,
 ) -> error::Result<Vec<TensorEntry>> {
+    let header = read_stored(file, field, limits, digest)?;
+    let entries = header.tensors.into_iter().map(StoredTensor::entry);
+    entries.collect::<Result<_, _>>().map_err(|what| {
+        let what = shown(&what, MAX_QUOTED_BYTES);
+        Error::invalid(field, format!("{}: not a safetensors header: {what}", file.name()))
+    })
+}
+
+/// The header of a file, whose text is added to `digest`; with the texts of its writer's if there is a digest. Errors
+/// are on `field`. `left` is the most bytes that the headers of the files still to be read may have together.
+pub(super) fn read_stored(
+    file: &SourceFile,
+    field: &str,
+    (left, charge): (&mut u64, &mut Charge),
+    digest: Option<&mut Hasher>,
+) -> error::Result<StoredHeader> {
     const PREFIX: u64 = size_of::<u64>() as u64;
     let fail = |what: String| Error::invalid(field, format!("{}: {what}", file.name()));
     let mut prefix = [0; PREFIX as usize];
@@ -51,9 +86,9 @@ pub(super) fn read_header(
     charge.grow(header_bytes * DECLARED_BYTES)?;
     let mut text = vec![0; header_bytes as usize];
     file.read(file.name(), PREFIX, &mut text)?;
-    let mut tensors = parse(&text)
+    let mut header = parse(&text, digest.is_some())
         .map_err(|e| fail(format!("not a safetensors header: {}", shown(&e.to_string(), MAX_QUOTED_BYTES))))?;
-    let declared = tensors.last().map_or(0, end_of);
+    let declared = header.tensors.last().map_or(0, |tensor| tensor.offset + tensor.bytes);
     let data = PREFIX + header_bytes;
     if file.bytes() - data != declared {
         let bytes = file.bytes() - data;
@@ -61,81 +96,95 @@ pub(super) fn read_header(
             "not a whole safetensors file; it has {bytes} bytes of tensors and its header declares {declared}"
         )));
     }
-    tensors.iter_mut().for_each(|tensor| tensor.offset += data);
-    Ok(tensors)
+    if let Some(digest) = digest {
+        digest.write(&text);
+    }
+    header.tensors.iter_mut().for_each(|tensor| tensor.offset += data);
+    Ok(header)
 }
 
 /// The tensors that the text of a header declares, in the order of their bytes. Each has its offset from where the
 /// header ends.
-fn parse(text: &[u8]) -> serde_json::Result<Vec<TensorEntry>> {
+fn parse(text: &[u8], has_metadata: bool) -> serde_json::Result<StoredHeader> {
     let mut header = serde_json::Deserializer::from_slice(text);
-    let tensors = header.deserialize_map(HeaderVisitor)?;
-    header.end().map(|()| tensors)
+    let stored = header.deserialize_map(HeaderVisitor { has_metadata })?;
+    header.end().map(|()| stored)
 }
 
 /// A tensor as the header declares it.
 #[derive(serde::Deserialize)]
-struct StoredTensor {
+struct Declaration {
     dtype: safetensors::Dtype,
     shape: Vec<usize>,
     data_offsets: (u64, u64),
 }
 
 impl StoredTensor {
-    /// The tensor of this name, or the reason why it cannot be one.
-    fn entry(self, name: String) -> Result<TensorEntry, String> {
-        let Self { dtype, shape, data_offsets: (start, end) } = self;
-        let dtype = match dtype {
-            safetensors::Dtype::F32 => Dtype::F32,
-            safetensors::Dtype::F16 => Dtype::F16,
-            safetensors::Dtype::BF16 => Dtype::Bf16,
-            other => return Err(format!("{name} is stored as {other:?}; supported are F32, F16 and BF16")),
-        };
+    /// The declared tensor of this name, or the reason why there can be none.
+    fn new(name: String, declared: Declaration) -> Result<Self, String> {
+        let Declaration { dtype, shape, data_offsets: (start, end) } = declared;
         if shape.len() > MAX_DIMENSIONS {
             let count = shape.len();
             return Err(format!("{name} has {count} dimensions; a tensor has at most {MAX_DIMENSIONS} dimensions"));
         }
         let mut dimensions = shape.iter().map(|&dimension| dimension as u64);
-        let bytes = dimensions.try_fold(dtype.size() as u64, u64::checked_mul);
-        if bytes.is_none_or(|bytes| start.checked_add(bytes) != Some(end)) {
-            return Err(format!("{name} of shape {shape:?} cannot take the bytes {start} to {end}"));
+        let bytes = dimensions.try_fold(dtype.bitsize() as u64, u64::checked_mul).map(|bits| bits / 8);
+        match bytes.filter(|&bytes| start.checked_add(bytes) == Some(end)) {
+            Some(bytes) => Ok(Self { name, dtype, shape, offset: start, bytes }),
+            None => Err(format!("{name} of shape {shape:?} cannot take the bytes {start} to {end}")),
         }
-        Ok(TensorEntry { name, dtype, shape, digest: None, payload: None, offset: start, allocation: None })
+    }
+
+    /// The dtype of the tensor's values.
+    ///
+    /// # Errors
+    /// Says which are supported, if this is another.
+    pub fn value_dtype(&self) -> Result<Dtype, String> {
+        match self.dtype {
+            safetensors::Dtype::F32 => Ok(Dtype::F32),
+            safetensors::Dtype::F16 => Ok(Dtype::F16),
+            safetensors::Dtype::BF16 => Ok(Dtype::Bf16),
+            other => Err(format!("{} is stored as {other:?}; supported are F32, F16 and BF16", self.name)),
+        }
+    }
+
+    fn entry(self) -> Result<TensorEntry, String> {
+        let dtype = self.value_dtype()?;
+        let Self { name, shape, offset, .. } = self;
+        Ok(TensorEntry { name, dtype, shape, digest: None, payload: None, offset, allocation: None })
     }
 }
 
-/// The end of the bytes of a tensor that [`StoredTensor::entry`] has made.
-fn end_of(entry: &TensorEntry) -> u64 {
-    entry.offset + (entry.shape.iter().product::<usize>() * entry.dtype.size()) as u64
+struct HeaderVisitor {
+    has_metadata: bool,
 }
 
-struct HeaderVisitor;
-
 impl<'de> Visitor<'de> for HeaderVisitor {
-    type Value = Vec<TensorEntry>;
+    type Value = StoredHeader;
 
     fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "an object with a member for each tensor")
     }
 
-    fn visit_map<A: MapAccess<'de>>(self, mut members: A) -> Result<Vec<TensorEntry>, A::Error> {
-        let mut tensors = Vec::new();
+    fn visit_map<A: MapAccess<'de>>(self, mut members: A) -> Result<StoredHeader, A::Error> {
+        let (mut tensors, mut metadata) = (Vec::new(), HashMap::new());
         while let Some(name) = members.next_key::<String>()? {
-            if name == METADATA {
-                members.next_value::<IgnoredAny>()?;
+            if name != METADATA {
+                tensors.push(StoredTensor::new(name, members.next_value()?).map_err(A::Error::custom)?);
+            } else if self.has_metadata {
+                metadata = members.next_value()?;
             } else {
-                tensors.push(members.next_value::<StoredTensor>()?.entry(name).map_err(A::Error::custom)?);
+                members.next_value::<IgnoredAny>()?;
             }
         }
         tensors.sort_by_key(|tensor| tensor.offset);
         let mut end = 0;
-        for tensor in &tensors {
-            if tensor.offset != end {
-                let TensorEntry { name, offset, .. } = tensor;
+        for StoredTensor { name, offset, bytes, .. } in &tensors {
+            if *offset != end {
                 return Err(A::Error::custom(format!("{name} begins at {offset}, and the one before ends at {end}")));
             }
-            end = end_of(tensor);
+            end = offset + bytes;
         }
-        Ok(tensors)
+        Ok(StoredHeader { tensors, metadata })
     }
 }

@@ -2,7 +2,7 @@
 
 use std::fmt::Display;
 use std::fs::File;
-use std::os::unix::fs::FileExt;
+use std::os::unix::fs::{FileExt, MetadataExt};
 use std::sync::Arc;
 
 use rollout_kernels::{BorrowedMemory, out_of_memory};
@@ -59,6 +59,13 @@ impl SourceFile {
 
     pub fn bytes(&self) -> u64 {
         self.bytes
+    }
+
+    /// The time at which the file was changed last, in nanoseconds; 0 for what is no file.
+    pub fn changed_at(&self) -> i128 {
+        let FileAccess::Read(file) = &self.access else { return 0 };
+        file.metadata()
+            .map_or(0, |metadata| i128::from(metadata.mtime()) * 1_000_000_000 + i128::from(metadata.mtime_nsec()))
     }
 
     /// The device memory that the bytes are in, if they are in such.

@@ -13,7 +13,6 @@ from .._segment import SegmentPool
 from .._session import NamedTensors
 from .._tensors import bytes_of
 from ..aio import AsyncRolloutClient
-from ..errors import InvalidArgument
 from ..options import (
     BeginPushOptions,
     PushDeltaOptions,
@@ -22,6 +21,7 @@ from ..options import (
     PushKind,
     PushLoraOptions,
     check_begin_push,
+    check_push_directory,
     refuse_unknown,
 )
 from ..types import UpdateResult
@@ -67,14 +67,15 @@ class FleetPusher:
     def push_directory(self, path: str | os.PathLike[str], kind: str, options: PushDirectoryOptions) -> FleetReceipt:
         """As `Fleet.push_directory`."""
         refuse_unknown("push_directory", options, PushDirectoryOptions)
-        if kind not in ("lora", "full"):
-            raise InvalidArgument(f"kind: expected 'lora' or 'full', got {kind!r}")
+        check_push_directory(kind, options)
         again = _again(options.get("name"))
 
         def repush(client: AsyncRolloutClient, version: int) -> Awaitable[UpdateResult]:
             return client.push_directory(path, kind, **again(version))
 
-        return self._push(kind, options, repush, lambda to, asked: to.push_directory(path, kind, asked))
+        # A version of a delta store is a whole policy, whatever a replica has: each finds the changes that it lacks.
+        effect = "full" if kind == "delta" else kind
+        return self._push(effect, options, repush, lambda to, asked: to.push_directory(path, kind, asked))
 
     def begin_push(self, kind: PushKind, config: Any, options: BeginPushOptions) -> FleetPush:
         """As `Fleet.begin_push`."""
