@@ -160,7 +160,7 @@ pub fn start(config: &Config, observer: Observer, recorder: Recorder) -> Result<
     let broadcast = trainers.ranks() as u64 * largest_broadcast(&parameters, BROADCAST_BUFFER_BYTES);
     let Plan { budget, traffic, blocks } = Plan::new(config, &model, &layout, &models, broadcast)?;
     let sources = Sources::new(config.weights_dir.clone()).with_devices(layout.devices.clone());
-    let sources = Arc::new(sources.with_traffic(traffic.clone()));
+    let sources = sources.with_traffic(traffic.clone());
 
     let ModelFiles { checkpoint, .. } = files;
     let info = server_info(config, &layout, &model, count_weights(&parameters), &sources);
@@ -189,14 +189,15 @@ pub fn start(config: &Config, observer: Observer, recorder: Recorder) -> Result<
     let thread = start_thread(Engine::new(executor, scheduler, tokenizer, commands, setup))?;
     let adapters_dir = config.adapters.adapters_dir.clone();
     let adapters_dir = adapters_dir.map(|dir| Arc::new(AdaptersDir::new(dir, parameters.clone(), traffic.clone())));
+    let engine = EngineHandle::new(sender);
     let context = ServingContext {
         model: Arc::new(model_facts(config, &layout, model, encoder, tokenizer_info.unwrap_or_default())),
         info,
-        engine: EngineHandle::new(sender),
+        sources: Arc::new(sources.with_serving(Arc::new(engine.clone()))),
+        engine,
         metrics: observer.metrics.clone(),
         traffic,
         parameters,
-        sources,
         adapters_dir,
         update_idle: Duration::from_secs(config.update_idle_seconds),
         liveness: Duration::from_secs(config.watch.liveness_seconds),

@@ -1,6 +1,7 @@
 //! Checksums of the parameters that serve, computed in pieces between the steps, so that generation keeps running.
 
 use std::collections::{HashSet, VecDeque};
+use std::ops::Range;
 
 use sha2::{Digest, Sha256};
 
@@ -123,6 +124,18 @@ impl Checksums {
         self.0.push_front(checksum);
         Ok(())
     }
+}
+
+/// Reads rows of a parameter as it serves.
+///
+/// # Errors
+/// `FailedPrecondition` if the weights sleep or are missing, `NotFound` if there is no such parameter; if the executor
+/// fails.
+pub(super) fn read_rows<X: Executor>(core: &mut EngineCore<X>, parameter: &str, rows: Range<usize>) -> Result<Vec<u8>> {
+    core.state.check_checksum()?;
+    let parameters = core.parameters.clone();
+    let spec = parameters.get(parameter).ok_or_else(|| Error::NotFound(format!("no parameter {parameter:?}")))?;
+    core.executor.read(spec, rows)
 }
 
 /// A checksum in flight.

@@ -1,5 +1,6 @@
 //! Commands to the engine, and their replies. Only the server makes them, from requests that it has checked.
 
+use std::ops::Range;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -8,7 +9,9 @@ use super::request::{GenerateCommand, RequestList};
 use crate::error::{Error, Result};
 use crate::memory::{Charge, MemoryReport};
 use crate::types::{EngineStats, Owner, WeightVersion};
-use crate::weights::{Adapter, ReceiveMode, StagingBytes, StoredVersion, Tensors, UpdateHeader, WeightUpdate};
+use crate::weights::{
+    Adapter, ReceiveMode, ServingWeights, StagingBytes, StoredVersion, Tensors, UpdateHeader, WeightUpdate,
+};
 pub use crate::weights::{AdapterTarget, RunningPolicy};
 
 /// Takes the answer to a command.
@@ -103,6 +106,12 @@ pub enum Command {
         names: Vec<String>,
         cancel: CancelFlag,
         reply: Reply<Result<ChecksumReply>>,
+    },
+    /// Reads rows of a parameter as it serves: row-major, little-endian.
+    ReadRows {
+        parameter: String,
+        rows: Range<usize>,
+        reply: Reply<Result<Vec<u8>>>,
     },
     /// Lists at most this many requests that have not ended.
     ListRequests {
@@ -306,7 +315,7 @@ pub struct EngineStatus {
 }
 
 /// Sends commands to the engine through its bounded queue. Cheap to clone.
-#[derive(Clone)]
+#[derive(Clone, Debug)]
 pub struct EngineHandle {
     sender: std::sync::mpsc::SyncSender<Command>,
 }
@@ -351,5 +360,16 @@ impl EngineHandle {
             TrySendError::Full(_) => Error::ResourceExhausted("the engine's command queue is full; try again".into()),
             TrySendError::Disconnected(_) => Error::Unavailable("the engine has ended".into()),
         })
+    }
+}
+
+impl ServingWeights for EngineHandle {
+    /// Blocks until the engine has read them between two steps. Must not be called on a thread of an async runtime.
+    fn read(&self, parameter: &str, rows: Range<usize>) -> Result<Vec<u8>> {
+        let (sender, answer) = std::sync::mpsc::sync_channel(1);
+        // The caller may be gone only if its thread has died.
+        let reply = Box::new(move |read| drop(sender.send(read)));
+        self.send_blocking(Command::ReadRows { parameter: parameter.into(), rows, reply })?;
+        answer.recv().map_err(|_| Error::Unavailable("the engine has ended".into()))?
     }
 }

@@ -79,7 +79,7 @@ use crate::scheduler::Scheduler;
 use crate::text::Tokenizer;
 use adapters::Adapters;
 use admission::{Admission, suspend_laggards};
-use checksum::Checksums;
+use checksum::{Checksums, read_rows};
 use drain::{Commit, Drain, Drains};
 use lifecycle::State;
 use open_update::{OpenUpdate, Updates};
@@ -314,6 +314,12 @@ impl<X: Executor> Engine<X> {
             Command::Checksum { names, cancel, reply } => {
                 self.drop_cancelled();
                 self.checksums.begin(&self.core, &names, cancel, reply);
+            }
+            Command::ReadRows { parameter, rows, reply } => {
+                let read = read_rows(&mut self.core, &parameter, rows);
+                let failure = read.as_ref().err().filter(|error| matches!(error, Error::Internal(_))).cloned();
+                reply(read);
+                return failure.map_or(Ok(()), Err);
             }
             Command::ListRequests { most, reply } => reply(self.admission.list(&self.core, most)),
             Command::ListAdapters { reply } => reply(self.adapters.list(&self.core)),

@@ -8,7 +8,7 @@ use crate::error::Error;
 use crate::executor::{Executor, WeightOrder};
 use crate::weights::{Adapter, Delta, ShadowWeights, StoredUpdate, Tensors, WeightUpdate};
 
-/// Applies a push that is no adapter.
+/// Applies a push of tensors.
 pub(super) fn apply_tensors<X: Executor>(core: &mut EngineCore<X>, content: WeightUpdate) -> Attempt<()> {
     match content {
         WeightUpdate::Full(tensors) => apply_full(core, tensors),

@@ -17,7 +17,9 @@ pub use parameters::{
     padded_share,
 };
 pub(crate) use push::{BROADCAST_BUFFER_BYTES, largest_broadcast, most_announced};
-pub use push::{DeclaredPush, ReceiveMode, ReceivingPush, Segments, Sources, StagingBytes, VerifiedPush};
+pub use push::{
+    DeclaredPush, ReceiveMode, ReceivingPush, Segments, ServingWeights, Sources, StagingBytes, VerifiedPush,
+};
 pub use update::{
     AdapterTarget, Allocation, Changes, Delta, DeltaStore, Replaced, RunningPolicy, ShadowShard, ShadowWeights, Source,
     StoredUpdate, StoredVersion, TensorEntry, Tensors, TransitBytes, UpdateHeader, UpdateKind, WeightUpdate,

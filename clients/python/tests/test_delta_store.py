@@ -10,8 +10,9 @@ import ml_dtypes
 import numpy as np
 import pytest
 import xxhash
+import zstandard
 
-from fleets import CURRENT, FLAGS, LOST, wait_until
+from fleets import CURRENT, FLAGS, LOST, wait_until, wait_until_true
 from models import (
     checksums,
     partly,
@@ -188,6 +189,80 @@ def test_files_of_trl(binary, rng, tmp_path):
             assert client.checksum() == checksums(states[version - 1], "bfloat16")
 
 
+@pytest.mark.parametrize("encoding", ["xor", "overwrite"])
+@pytest.mark.parametrize("tp", [1, 2])
+def test_files_of_slime(binary, rng, tmp_path, encoding, tp):
+    """The layout of `update_weight_from_disk_delta.py` of slime (commit 624b824a, August 2026): changed bytes of each
+    tensor, with a digest of its new ones. Version 0 is the checkpoint that the engines are started with."""
+    states = trajectory(rng, read_model(PUSH_MODEL), 4)
+    for version in range(1, 5):
+        write_slime(tmp_path / "run", states[version - 1], states[version], version, encoding)
+    with server(binary, PUSH_MODEL, "--weights-dir", tmp_path, "--tp", tp) as client:
+        for version in (1, 2, 4):
+            client.push_directory("run", "delta", version=version)
+            assert client.checksum() == checksums(states[version], "bfloat16")
+        before = seen(client)
+        client.push_full(states[0], version=5)
+        with pytest.raises(FailedPrecondition, match="no version 0"):
+            client.push_directory("run", "delta", version=4, force_version=True)
+        # A version that is published whole makes the chain independent of what serves.
+        shutil.rmtree(tmp_path / "run" / "weight_v000003")
+        (tmp_path / "run" / "weight_v000003").mkdir()
+        write_safetensors(tmp_path / "run" / "weight_v000003" / "model-00000-of-00001.safetensors", states[3])
+        result = client.push_directory("run", "delta", version=4, force_version=True)
+        assert seen(client) == before
+        # A damaged file is noticed before anything changes.
+        shard = tmp_path / "run" / "weight_v000004" / "model-00000-of-00001.safetensors"
+        data = shard.read_bytes()
+        shard.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
+        client.push_directory("run", "delta", version=3, force_version=True)
+        with pytest.raises((DataLoss, InvalidArgument), match=r"weight_v000004/model-00000-of-00001\.safetensors"):
+            client.push_directory("run", "delta", version=4)
+        assert client.checksum() == checksums(states[3], "bfloat16")
+        shard.write_bytes(data)
+        assert client.push_directory("run", "delta", version=4).digest == result.digest
+        assert seen(client) == before
+
+
+def write_slime(root, old, new, version, encoding):
+    """What `_encode_delta` and `_write_delta_files` write."""
+    path = root / f"weight_v{version:06d}"
+    path.mkdir(parents=True)
+    tensors, sums = {}, {}
+    for name in old:
+        before, after = (np.frombuffer(state[name].tobytes(), np.uint8) for state in (old, new))
+        changed = before != after
+        if not changed.any():
+            continue
+        if encoding == "xor":
+            raw = before ^ after
+        else:
+            positions = np.flatnonzero(changed).astype("<u4")
+            count = np.array([positions.size], "<u4")
+            raw = np.concatenate([count.view(np.uint8), positions.view(np.uint8), after[changed]])
+        tensors[name] = np.frombuffer(zstandard.ZstdCompressor(level=1).compress(raw), np.uint8)
+        sums[name] = xxhash.xxh3_128(after).hexdigest()
+    file = "model-00000-of-00001.safetensors"
+    metadata = {
+        "version": f"{version:06d}",
+        "base_version": f"{version - 1:06d}",
+        "delta_encoding": encoding,
+        "compression_format": "zstd",
+        "checksum_format": "xxh3-128",
+    }
+    write_file(path / file, tensors, sums, dict.fromkeys(tensors, "U8"))
+    index = {"metadata": metadata, "weight_map": dict.fromkeys(tensors, file)}
+    (path / "model.safetensors.index.json").write_text(json.dumps(index))
+
+
+def write_file(path, tensors, metadata, dtypes):
+    header, end = {"__metadata__": metadata}, 0
+    for name, array in tensors.items():
+        header[name] = {"dtype": dtypes[name], "shape": array.shape, "data_offsets": [end, end := end + array.nbytes]}
+    text = json.dumps(header).encode()
+    path.write_bytes(len(text).to_bytes(8, "little") + text + b"".join(array.tobytes() for array in tensors.values()))
+
+
 def write_patch(path, old, new, version, encoding):
     """What `encode_patch` writes: for each parameter its changed indices (`.idx`) and their values (`.val`)."""
     tensors = {}
@@ -199,12 +274,9 @@ def write_patch(path, old, new, version, encoding):
         encoded = indices.astype(np.int32) if encoding == "raw" else gaps.astype(np.uint16 if small else np.uint32)
         tensors |= {f"{name}.val": after[indices], f"{name}.idx": encoded}
     names = {"uint16": "U16", "uint32": "U32", "int32": "I32"}
-    header, end = {"__metadata__": {"sparse": "True", "model_version": str(version), "encoding": encoding}}, 0
-    for name, array in tensors.items():
-        dtype = "BF16" if name.endswith(".val") else names[array.dtype.name]
-        header[name] = {"dtype": dtype, "shape": array.shape, "data_offsets": [end, end := end + array.nbytes]}
-    text = json.dumps(header).encode()
-    path.write_bytes(len(text).to_bytes(8, "little") + text + b"".join(array.tobytes() for array in tensors.values()))
+    dtypes = {name: "BF16" if name.endswith(".val") else names[array.dtype.name] for name, array in tensors.items()}
+    metadata = {"sparse": "True", "model_version": str(version), "encoding": encoding}
+    write_file(path, tensors, metadata, dtypes)
 
 
 def test_a_store_is_a_directory_that_others_can_read(rng, tmp_path):
@@ -322,9 +394,8 @@ def test_replicas_of_a_fleet_catch_up_from_the_store(binary, rng, tmp_path):
         second.process.kill()
         third = stack.enter_context(ServerProcess(binary, PUSH_MODEL, flags))
         proxy.redirect(third.address)
-        wait_until(fleet, [CURRENT, CURRENT])
+        wait_until_true(lambda: third.client.status().weight_version == 5)
         fleet.wait_until_ready(60)
-        assert third.client.status().weight_version == 5
         assert third.client.checksum() == checksums(states[5], "bfloat16")
         # Both take the next delta.
         store.save(states[0], 6)

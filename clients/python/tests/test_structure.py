@@ -24,7 +24,7 @@ LAYERS = [
     ["_async_pusher"],
     ["_async_connection", "client"],
     ["_weights", "_stream"],
-    ["_pusher"],
+    ["_delta_store", "_pusher"],
     ["_connection", "_cuda_ipc", "_parts", "_session"],
     ["_senders", "_channel"],
     ["_convert", "_http2", "_timeline", "_wire"],

@@ -7,9 +7,8 @@ use super::delta::{changed, decode, decode_apart, decode_each, decoded_bytes};
 use super::manifest::Manifest;
 use super::tensor::PushedTensor;
 use super::threads::in_parallel;
-use super::transport::OpenSource;
-use super::transport::SourceFile;
-use super::transport::delta_store::{DeltaTensor, Indices, StoredDelta};
+use super::transport::delta_store::{Changes, StoredDelta};
+use super::transport::{OpenSource, SourceFile};
 use crate::error::{Error, Result};
 use crate::weights::parameters::Parameters;
 use crate::weights::update::{Delta, UpdateHeader, UpdateKind};
@@ -18,8 +17,8 @@ use crate::weights::update::{Delta, UpdateHeader, UpdateKind};
 pub(super) struct DeltaLink {
     manifest: Manifest,
     files: Vec<Arc<SourceFile>>,
-    /// For each tensor: where its values are, if they are not in its payload, and how its indices are stored.
-    values: Vec<Option<(u64, Indices)>>,
+    /// How the changes of each tensor are stored.
+    changes: Vec<Changes>,
     /// Keeps the charge of the declarations.
     _source: OpenSource,
 }
@@ -31,27 +30,23 @@ impl DeltaLink {
     /// `InvalidArgument` naming the file and the tensor.
     pub fn new(delta: StoredDelta, parameters: Arc<Parameters>) -> Result<Self> {
         let StoredDelta { tensors, charge, .. } = delta;
-        let (mut entries, mut files, mut values) = (Vec::new(), Vec::new(), Vec::new());
-        for DeltaTensor { entry, file, values: apart } in tensors {
-            if let Some((offset, _)) = apart {
-                let bytes = changed(&entry) as usize * entry.dtype.size();
-                file.check(&entry.name, offset, bytes)?;
-            }
-            entries.push(entry);
-            files.push(file);
-            values.push(apart);
+        let (mut entries, mut files, mut changes) = (Vec::new(), Vec::new(), Vec::new());
+        for tensor in tensors {
+            entries.push(tensor.entry);
+            files.push(tensor.file);
+            changes.push(tensor.changes);
         }
         let mut source = OpenSource::of_files(files.clone(), charge);
         let mut manifest = Manifest::new(&UpdateHeader::new(UpdateKind::Delta), parameters);
         let first = files.first().map(|file| file.name().to_string());
         manifest.add(entries, &mut source).map_err(|error| in_file(error, first.as_deref()))?;
-        Ok(Self { manifest, files, values, _source: source })
+        Ok(Self { manifest, files, changes, _source: source })
     }
 
     /// Bytes of the changes as they are stored.
     pub fn bytes(&self) -> u64 {
         let entries = self.manifest.tensors.iter().map(|tensor| &tensor.entry);
-        let apart = entries.zip(&self.values).filter(|(_, values)| values.is_some());
+        let apart = entries.zip(&self.changes).filter(|(_, changes)| matches!(changes, Changes::Apart(..)));
         apart.map(|(entry, _)| changed(entry) * entry.dtype.size() as u64).sum::<u64>() + self.manifest.total()
     }
 
@@ -74,19 +69,20 @@ impl DeltaLink {
     /// `DataLoss` naming the file and the tensor whose bytes are not those that were written; `InvalidArgument` naming
     /// one that is malformed.
     pub fn decode(mut self) -> Result<Delta> {
-        let Self { manifest, files, values, .. } = &mut self;
+        let Self { manifest, files, changes, .. } = &mut self;
         let tensors = manifest.tensors.iter_mut().map(|tensor| (tensor.bytes, tensor));
         in_parallel(tensors.collect(), |tensor| {
             let file = tensor.file().map(|file| file.name().to_string());
             PushedTensor::read(tensor).map_err(|error| in_file(error, file.as_deref()))
         })?;
-        let (files, values) = (&*files, &*values);
+        let (files, changes) = (&*files, &*changes);
         decode_each(manifest, |i, entry, bytes| {
-            let decoded = match values[i] {
-                None => decode(entry, bytes),
-                Some((offset, how)) => {
+            let decoded = match changes[i] {
+                Changes::Payload => decode(entry, bytes),
+                Changes::Apart(how, offset) => {
                     decode_apart(entry, how, bytes, |values| files[i].read(&entry.name, offset, values))
                 }
+                Changes::Bytes(..) => Err(Error::invalid("tensors", "has changes of bytes")),
             };
             decoded.map_err(|error| in_file(error, Some(files[i].name())))
         })

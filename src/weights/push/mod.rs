@@ -45,11 +45,13 @@ use packing::PackedPush;
 use staging::Limits;
 use tensor::PushedTensor;
 use transport::OpenSource;
-use transport::delta_store::{self, Chain};
+use transport::delta_store::{self, Chain, StoredDelta, WholeVersion};
+use transport::patched::{PatchedVersion, patched};
 
 pub(crate) use manifest::most_announced;
 pub use staging::StagingBytes;
 pub(crate) use transport::broadcast::{BROADCAST_BUFFER_BYTES, largest_broadcast};
+pub use transport::patched::ServingWeights;
 pub use transport::{Segments, Sources};
 
 /// A push whose header and declared tensors fit the model. It has no memory for tensors yet.
@@ -67,11 +69,15 @@ pub struct DeclaredPush {
     stored: Option<StoredChain>,
 }
 
-/// What a push from a delta store brings beside a whole version.
+/// The part of a push from a delta store that is not a whole version.
 struct StoredChain {
-    /// The changes, the oldest first: of the whole version, or of the policy that serves.
+    /// The changes of elements, the oldest first: of the whole version, or of the policy that serves.
     deltas: Vec<DeltaLink>,
     version: StoredVersion,
+    /// Whether the version is a whole one, whose digest is that of its tensors.
+    is_whole: bool,
+    /// Most bytes that computing patched tensors takes.
+    staging: u64,
 }
 
 /// How the tensors of a push are received, which is chosen when its memory has been reserved.
@@ -154,11 +160,18 @@ impl DeclaredPush {
         let mut header = header.clone();
         let serving = store.serving.filter(|_| base.is_none());
         header.source = Source::DeltaStore(DeltaStore { serving, ..store.clone() });
-        header.kind = if base.is_some() { UpdateKind::Full } else { UpdateKind::Delta };
+        let is_whole = base.is_some() && deltas.is_empty();
+        let (base, deltas, staging) = if deltas.iter().any(StoredDelta::is_of_bytes) {
+            let PatchedVersion { whole, staging } = patched(base, deltas, &parameters, sources)?;
+            (Some(whole), Vec::new(), staging)
+        } else {
+            (base, deltas, 0)
+        };
         let deltas = deltas.into_iter().map(|delta| DeltaLink::new(delta, parameters.clone()));
-        let stored = StoredChain { deltas: deltas.collect::<Result<_>>()?, version };
+        let stored = StoredChain { deltas: deltas.collect::<Result<_>>()?, version, is_whole, staging };
+        header.kind = if base.is_some() { UpdateKind::Full } else { UpdateKind::Delta };
         let (source, declared) = match base {
-            Some(base) => base,
+            Some(WholeVersion { tensors, files, charge }) => (OpenSource::of_files(files, charge), tensors),
             None => (OpenSource::of_files(Vec::new(), sources.traffic.charge(0)?), Vec::new()),
         };
         let push = Self::of_source(Arc::new(header), source, declared, parameters, sources)?;
@@ -199,8 +212,8 @@ impl DeclaredPush {
     /// The memory to reserve for the push.
     pub fn staging(&self) -> StagingBytes {
         let staging = self.limits.staging(&self.manifest, self.adapter.as_ref(), self.source.transit(&self.header));
-        let deltas = self.stored.iter().flat_map(|stored| &stored.deltas).map(DeltaLink::staging);
-        StagingBytes { staged: deltas.fold(staging.staged, u64::saturating_add), ..staging }
+        let stored = self.stored.as_ref().map_or(0, StoredChain::staging);
+        StagingBytes { staged: staging.staged.saturating_add(stored), ..staging }
     }
 
     /// Begins to receive the push. Tensors that are packed and come from files are read now.
@@ -371,17 +384,22 @@ impl ReceivingPush {
 }
 
 impl StoredChain {
+    /// Most bytes that reading and decoding the changes takes.
+    fn staging(&self) -> u64 {
+        self.deltas.iter().map(DeltaLink::staging).fold(self.staging, u64::saturating_add)
+    }
+
     /// Reads, verifies and decodes the changes, and adds them to the push of the whole version, if there is one.
     fn finish(self, push: VerifiedPush, manifest: &Manifest) -> Result<VerifiedPush> {
-        let Self { deltas, mut version } = self;
-        let is_whole = manifest.kind == UpdateKind::Full;
-        let base = is_whole.then(|| Box::new(push.update));
-        if is_whole && deltas.is_empty() {
+        let Self { deltas, mut version, is_whole, .. } = self;
+        if is_whole {
             version.digest = push.digest;
         }
+        let has_base = manifest.kind == UpdateKind::Full;
+        let base = has_base.then(|| Box::new(push.update));
         let mut names = HashSet::new();
         deltas.iter().for_each(|delta| delta.add_names(&mut names));
-        let parameters = if is_whole { push.parameters } else { names.len() };
+        let parameters = if has_base { push.parameters } else { names.len() };
         let bytes = deltas.iter().map(DeltaLink::bytes).sum::<u64>() + push.bytes;
         let deltas = deltas.into_iter().map(|delta| Ok(Arc::new(delta.decode()?))).collect::<Result<_>>()?;
         let update = WeightUpdate::Stored(StoredUpdate { base, deltas, version });

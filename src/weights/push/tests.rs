@@ -12,6 +12,7 @@ mod qwen_v1;
 mod segments;
 mod sources;
 mod stores;
+mod stores_refused;
 mod streams;
 
 use half::{bf16, f16};

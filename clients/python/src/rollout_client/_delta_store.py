@@ -16,7 +16,7 @@ import xxhash
 from ._delta import payload_of
 from ._model import is_model, model_parameters
 from ._session import NamedTensors
-from ._tensors import ITEM_SIZES, Layout, bits_of, layout_of
+from ._tensors import ITEM_SIZES, bits_of, layout_of
 from .errors import InvalidArgument
 from .types import DtypeName
 
@@ -151,9 +151,7 @@ class DeltaStore:
             known = self._shapes.get(name)
             expected = "not in the versions before" if known is None else f"expected shape {list(known)}"
             raise InvalidArgument(f"{name}: {expected}, got shape {list(shape)}")
-        values = bits_of(name, tensor, self.dtype)
-        assert len(values) == Layout(self.dtype, shape).elements
-        return shape, values
+        return shape, bits_of(name, tensor, self.dtype)
 
     def _write(
         self, version: int, tensors: list[_StoredTensor], texts: dict[str, str], described: dict[str, Any]

@@ -55,7 +55,7 @@ struct InitInfo {
 pub(super) struct Update {
     update_info: Option<UpdateInfo>,
     /// A directory below `--weights-dir` with a checkpoint, relative to it or absolute, which becomes the policy: the
-    /// body of prime-rl.
+    /// body of prime-rl. Also a delta store, whose newest version becomes the policy, or one of its versions.
     weight_dir: Option<String>,
 }
 

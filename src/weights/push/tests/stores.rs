@@ -1,4 +1,4 @@
-//! Versions of delta stores, compared with the states that were saved; and stores that must be refused.
+//! Versions of delta stores, compared with the states that were saved.
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -9,31 +9,44 @@ use safetensors::tensor::TensorView;
 use super::super::delta::decoded_bytes;
 use super::*;
 use crate::memory::Traffic;
-use crate::weights::{DeltaStore, StoredUpdate, StoredVersion};
+use crate::weights::{DeltaStore, ServingWeights, StoredUpdate, StoredVersion};
 
 /// Values of each parameter, all of one dtype.
-type State = BTreeMap<String, Vec<u8>>;
+pub(super) type State = BTreeMap<String, Vec<u8>>;
 /// Indices and new values of the changed elements of each tensor.
-type Patch = BTreeMap<String, (Vec<u64>, Vec<u8>)>;
+pub(super) type Patch = BTreeMap<String, (Vec<u64>, Vec<u8>)>;
 
 /// A store with a whole version 0 and deltas after it, with the state of each version.
-struct Saved {
-    dir: tempfile::TempDir,
+pub(super) struct Saved {
+    pub(super) dir: tempfile::TempDir,
     dtype: Dtype,
-    states: Vec<State>,
+    pub(super) states: Vec<State>,
     patches: Vec<Patch>,
 }
 
 #[derive(Clone, Copy, Debug)]
-enum Layout {
+pub(super) enum Layout {
     Shards,
     /// TRL's, with this encoding of the indices.
     Patches(&'static str),
+    /// slime's, with this encoding of changed bytes.
+    Bytes(&'static str),
+}
+
+/// A policy that serves.
+#[derive(Debug)]
+struct Serving(State, Arc<Parameters>);
+
+impl ServingWeights for Serving {
+    fn read(&self, parameter: &str, rows: Range<usize>) -> Result<Vec<u8>> {
+        let row_bytes = matrix_shape(&self.1.get(parameter).unwrap().shape).1 * 2;
+        Ok(self.0[parameter][rows.start * row_bytes..rows.end * row_bytes].to_vec())
+    }
 }
 
 impl Saved {
     /// A store `run` of random versions up to `last`.
-    fn random(rng: &mut StdRng, parameters: &Parameters, layout: Layout, last: u64) -> Self {
+    pub(super) fn random(rng: &mut StdRng, parameters: &Parameters, layout: Layout, last: u64) -> Self {
         let dtype = if matches!(layout, Layout::Shards) { random_dtype(rng) } else { Dtype::Bf16 };
         let values = |rng: &mut StdRng, spec: &ParamSpec| random_bytes(rng, dtype, spec.shape.iter().product());
         let state: State = parameters.iter().map(|spec| (spec.name.clone(), values(rng, spec))).collect();
@@ -51,6 +64,11 @@ impl Saved {
             match layout {
                 Layout::Shards => write_shards(&saved.directory(version), version, version - 1, dtype, &patch),
                 Layout::Patches(encoding) => write_patch(&saved.root(), version, encoding, &patch),
+                Layout::Bytes(encoding) => {
+                    let changed =
+                        patch.keys().map(|name| (name.clone(), [&saved.states.last().unwrap()[name], &state[name]]));
+                    write_bytes(&saved.directory(version), version, encoding, &changed.collect::<Vec<_>>());
+                }
             }
             saved.states.push(state);
             saved.patches.push(patch);
@@ -58,18 +76,18 @@ impl Saved {
         saved
     }
 
-    fn root(&self) -> PathBuf {
+    pub(super) fn root(&self) -> PathBuf {
         self.dir.path().join("run")
     }
 
-    fn directory(&self, version: u64) -> PathBuf {
+    pub(super) fn directory(&self, version: u64) -> PathBuf {
         self.root().join(format!("weight_v{version:06}"))
     }
 
     /// Saves the state of a version as a whole.
     fn save_whole(&self, parameters: &Parameters, layout: Layout, version: u64) {
         let path = match layout {
-            Layout::Shards => self.directory(version).join("model.safetensors"),
+            Layout::Shards | Layout::Bytes(_) => self.directory(version).join("model.safetensors"),
             Layout::Patches(_) => self.root().join(format!("anchors/step_{version:06}.safetensors")),
         };
         std::fs::create_dir_all(path.parent().unwrap()).unwrap();
@@ -81,11 +99,21 @@ impl Saved {
         parameters.iter().map(|s| Sent::new(&s.name, self.dtype, &s.shape, state[&s.name].clone())).collect()
     }
 
-    fn open(&self, parameters: &Arc<Parameters>, version: u64, serving: Option<StoredVersion>) -> Result<DeclaredPush> {
-        open_store("run", parameters, version, serving, &Sources::new(Some(self.dir.path().into())))
+    pub(super) fn open(
+        &self,
+        parameters: &Arc<Parameters>,
+        version: u64,
+        serving: Option<StoredVersion>,
+    ) -> Result<DeclaredPush> {
+        let mut sources = Sources::new(Some(self.dir.path().into()));
+        if let Some(StoredVersion { version, .. }) = serving {
+            let serving = Serving(self.states[version as usize].clone(), parameters.clone());
+            sources = sources.with_serving(Arc::new(serving));
+        }
+        open_store("run", parameters, version, serving, &sources)
     }
 
-    fn push(
+    pub(super) fn push(
         &self,
         parameters: &Arc<Parameters>,
         version: u64,
@@ -98,12 +126,18 @@ impl Saved {
 
     /// Asserts that a push, on top of the state of version `from`, gives the state of `version`.
     #[track_caller]
-    fn check(&self, parameters: &Parameters, push: VerifiedPush, from: Option<u64>, version: u64) -> StoredVersion {
+    pub(super) fn check(
+        &self,
+        parameters: &Parameters,
+        push: VerifiedPush,
+        from: Option<u64>,
+        version: u64,
+    ) -> StoredVersion {
         let WeightUpdate::Stored(StoredUpdate { base, deltas, version: stored }) = push.update else {
             panic!("not of a store: {:?}", push.update)
         };
         let mut found: BTreeMap<String, Vec<f32>> = match (base.map(|base| *base), from) {
-            (Some(WeightUpdate::Full(tensors)), None) => {
+            (Some(WeightUpdate::Full(tensors)), _) => {
                 parameters.iter().map(|spec| (spec.name.clone(), whole(&tensors, spec))).collect()
             }
             (None, Some(from)) => self.values(from),
@@ -128,7 +162,7 @@ impl Saved {
     }
 }
 
-fn open_store(
+pub(super) fn open_store(
     path: &str,
     parameters: &Arc<Parameters>,
     version: u64,
@@ -140,7 +174,7 @@ fn open_store(
     declare(header, &[], parameters, sources)
 }
 
-fn random_patch(rng: &mut StdRng, parameters: &Parameters, dtype: Dtype) -> Patch {
+pub(super) fn random_patch(rng: &mut StdRng, parameters: &Parameters, dtype: Dtype) -> Patch {
     let specs: Vec<&ParamSpec> = parameters.iter().filter(|_| rng.random_bool(0.6)).collect();
     let patches = specs.into_iter().map(|spec| {
         let elements = spec.shape.iter().product::<usize>() as u64;
@@ -154,7 +188,7 @@ fn random_patch(rng: &mut StdRng, parameters: &Parameters, dtype: Dtype) -> Patc
     patches.collect()
 }
 
-fn write_file(path: &Path, tensors: &[(String, Stored, Vec<u8>)], metadata: &[(&str, &str)]) {
+pub(super) fn write_file(path: &Path, tensors: &[(String, Stored, Vec<u8>)], metadata: &[(&str, &str)]) {
     let views = tensors.iter().map(|(name, dtype, bytes)| {
         (name.clone(), TensorView::new(*dtype, vec![bytes.len() * 8 / dtype.bitsize()], bytes).unwrap())
     });
@@ -166,13 +200,13 @@ fn write_file(path: &Path, tensors: &[(String, Stored, Vec<u8>)], metadata: &[(&
 }
 
 /// The payload of `push_delta`: gaps and values, compressed.
-fn payload((indices, values): &(Vec<u64>, Vec<u8>)) -> Vec<u8> {
+pub(super) fn payload((indices, values): &(Vec<u64>, Vec<u8>)) -> Vec<u8> {
     let before = std::iter::once(0).chain(indices.iter().copied());
     let gaps = indices.iter().zip(before).flat_map(|(&index, before)| ((index - before) as u32).to_le_bytes());
     zstd::bulk::compress(&gaps.chain(values.iter().copied()).collect::<Vec<u8>>(), 1).unwrap()
 }
 
-fn index_json(version: u64, base: u64, dtype: Dtype, files: &[(String, String)]) -> serde_json::Value {
+pub(super) fn index_json(version: u64, base: u64, dtype: Dtype, files: &[(String, String)]) -> serde_json::Value {
     let dtype = match dtype {
         Dtype::F32 => "float32",
         Dtype::Bf16 => "bfloat16",
@@ -192,7 +226,7 @@ fn index_json(version: u64, base: u64, dtype: Dtype, files: &[(String, String)])
 }
 
 /// Writes a delta into two files and an index.
-fn write_shards(directory: &Path, version: u64, base: u64, dtype: Dtype, patch: &Patch) {
+pub(super) fn write_shards(directory: &Path, version: u64, base: u64, dtype: Dtype, patch: &Patch) {
     let all: Vec<_> = patch.iter().map(|(name, changes)| (name.clone(), Stored::U8, payload(changes))).collect();
     let mut files = Vec::new();
     std::fs::create_dir_all(directory).unwrap();
@@ -206,8 +240,33 @@ fn write_shards(directory: &Path, version: u64, base: u64, dtype: Dtype, patch: 
     write_index(directory, &index_json(version, base, dtype, &files));
 }
 
-fn write_index(directory: &Path, index: &serde_json::Value) {
+pub(super) fn write_index(directory: &Path, index: &serde_json::Value) {
     std::fs::write(directory.join("model.safetensors.index.json"), index.to_string()).unwrap();
+}
+
+/// Writes what slime's `UpdateWeightFromDiskDelta` writes: for each tensor its changed bytes, and a digest of the new ones.
+pub(super) fn write_bytes(directory: &Path, version: u64, encoding: &str, changed: &[(String, [&Vec<u8>; 2])]) {
+    let file = "model-00000-of-00001.safetensors";
+    let encoded = changed.iter().map(|(name, [old, new])| {
+        let pairs = || old.iter().zip(new.iter());
+        let raw: Vec<u8> = if encoding == "xor" {
+            pairs().map(|(old, new)| old ^ new).collect()
+        } else {
+            let places = || pairs().enumerate().filter(|(_, (old, new))| old != new);
+            let count = (places().count() as u32).to_le_bytes();
+            let positions = places().flat_map(|(place, _)| (place as u32).to_le_bytes());
+            count.into_iter().chain(positions).chain(places().map(|(_, (_, new))| *new)).collect()
+        };
+        (name.clone(), Stored::U8, zstd::bulk::compress(&raw, 1).unwrap())
+    });
+    let sums: Vec<_> = changed.iter().map(|(name, [_, new])| (name, format!("{:032x}", xxh3_128(new)))).collect();
+    let metadata: Vec<_> = sums.iter().map(|(name, sum)| (name.as_str(), sum.as_str())).collect();
+    write_file(&directory.join(file), &encoded.collect::<Vec<_>>(), &metadata);
+    let files: Vec<_> = changed.iter().map(|(name, _)| (name.clone(), file.to_string())).collect();
+    let mut index = index_json(version, version - 1, Dtype::Bf16, &files);
+    index["metadata"]["delta_encoding"] = encoding.into();
+    index["metadata"].as_object_mut().unwrap().remove("dtype");
+    write_index(directory, &index);
 }
 
 fn write_patch(root: &Path, version: u64, encoding: &str, patch: &Patch) {
@@ -240,7 +299,10 @@ fn a_version_is_the_state_that_was_saved() {
         Layout::Patches("raw"),
         Layout::Shards,
         Layout::Patches("wide"),
+        Layout::Bytes("xor"),
+        Layout::Bytes("overwrite"),
     ]) {
+        let of_bytes = matches!(layout, Layout::Bytes(_));
         let saved = Saved::random(&mut rng(seed), &parameters, layout, 4);
         let mut serving: Vec<StoredVersion> = Vec::new();
         for version in 0..=4 {
@@ -252,7 +314,9 @@ fn a_version_is_the_state_that_was_saved() {
         for from in 0..=4 {
             for version in from..=4 {
                 let (push, kind) = saved.push(&parameters, version, Some(serving[from as usize])).unwrap();
-                assert_eq!(kind, UpdateKind::Delta, "seed {seed}");
+                // Changes of bytes are applied to whole tensors, so that such a push brings every parameter.
+                let is_whole = of_bytes && from < version;
+                assert_eq!(kind, if is_whole { UpdateKind::Full } else { UpdateKind::Delta }, "seed {seed}");
                 let stored = saved.check(&parameters, push, Some(from), version);
                 assert_eq!(stored, serving[version as usize], "seed {seed}: {from} to {version}");
             }
@@ -265,7 +329,7 @@ fn a_version_is_the_state_that_was_saved() {
         }
         // A whole version in the middle makes the ones before it unnecessary.
         saved.save_whole(&parameters, layout, 3);
-        if matches!(layout, Layout::Shards) {
+        if !matches!(layout, Layout::Patches(_)) {
             std::fs::remove_dir_all(saved.directory(3)).unwrap();
             saved.save_whole(&parameters, layout, 3);
         }
@@ -328,175 +392,13 @@ fn deltas_without_a_whole_version_change_the_checkpoint() {
 }
 
 #[test]
-fn stores_that_are_not_right_are_refused() {
+fn the_memory_of_patched_tensors_is_reserved() {
     let parameters = model(false);
-    let patch = || random_patch(&mut rng(11), &parameters, Dtype::Bf16);
-    let fresh = |seed| Saved::random(&mut rng(seed), &parameters, Layout::Shards, 2);
-    let is = |saved: &Saved, parts: &[&str]| {
-        refused(saved.push(&parameters, 2, None), "source.directory", parts);
-    };
-    let missing = |saved: &Saved, what: &str| match saved.push(&parameters, 2, None) {
-        Err(Error::NotFound(message)) => assert!(message.contains(what), "{message}"),
-        other => panic!("{:?}", other.err()),
-    };
-    let shard = |version: u64| format!("weight_v{version:06}/model-00000-of-00002.safetensors");
-
-    let saved = fresh(20);
-    std::fs::remove_dir_all(saved.directory(1)).unwrap();
-    missing(&saved, "weight_v000001");
-    let saved = fresh(21);
-    std::fs::remove_file(saved.root().join(shard(1))).unwrap();
-    missing(&saved, &shard(1));
-    match saved.push(&parameters, 3, None) {
-        Err(Error::NotFound(message)) => assert!(message.contains("version 3 does not exist"), "{message}"),
-        other => panic!("{:?}", other.err()),
-    }
-
-    // A byte that was changed, anywhere in the data of either delta.
-    for version in [1, 2] {
-        let saved = fresh(22);
-        let path = saved.root().join(shard(version));
-        let mut bytes = std::fs::read(&path).unwrap();
-        *bytes.last_mut().unwrap() ^= 1;
-        std::fs::write(&path, &bytes).unwrap();
-        lost(saved.push(&parameters, 2, None), &shard(version));
-        std::fs::write(&path, &bytes[..bytes.len() - 1]).unwrap();
-        is(&saved, &[&shard(version), "not a whole safetensors file"]);
-        // It is cut short between the declarations and the commit.
-        std::fs::write(&path, &bytes).unwrap();
-        let receiving = staged(saved.open(&parameters, 2, None).unwrap());
-        std::fs::OpenOptions::new().write(true).open(&path).unwrap().set_len(9).unwrap();
-        lost(receiving.finish(), &shard(version));
-    }
-
-    let with_index = |change: &dyn Fn(&mut serde_json::Value)| {
-        let saved = fresh(23);
-        let path = saved.directory(2).join("model.safetensors.index.json");
-        let mut index: serde_json::Value = serde_json::from_slice(&std::fs::read(&path).unwrap()).unwrap();
-        change(&mut index);
-        write_index(&saved.directory(2), &index);
-        saved
-    };
-    let set = |key: &'static str, value: &'static str| with_index(&|index| index["metadata"][key] = value.into());
-    is(&set("delta_encoding", "patch"), &["delta_encoding is \"patch\"", "elements"]);
-    is(&set("compression_format", "lz4"), &["compression_format is \"lz4\"", "zstd"]);
-    is(&set("checksum_format", "crc32"), &["checksum_format is \"crc32\""]);
-    is(&set("dtype", "int8"), &["dtype is \"int8\""]);
-    is(&set("version", "7"), &["is of version 7", "expected was version 2"]);
-    is(&set("base_version", "2"), &["changes version 2"]);
-    is(&set("base_version", "x"), &["base_version is \"x\""]);
-    let escape = with_index(&|index| index["weight_map"]["model.norm.weight"] = "../../model.safetensors".into());
-    is(&escape, &["is no name of a file"]);
-    let other = with_index(&|index| {
-        let name = index["weight_map"].as_object().unwrap().keys().next().unwrap().clone();
-        index["weight_map"].as_object_mut().unwrap().remove(&name);
-    });
-    is(&other, &["does not have its tensor"]);
-    let more = with_index(&|index| index["weight_map"]["w"] = "model-00000-of-00002.safetensors".into());
-    is(&more, &["names tensors that their files do not have"]);
-    let saved = fresh(24);
-    std::fs::write(saved.directory(2).join("model.safetensors.index.json"), "{\"metadata\": 3}").unwrap();
-    is(&saved, &["weight_v000002/model.safetensors.index.json", "not an index"]);
-
-    let saved = fresh(25);
-    let mut unknown = patch();
-    unknown.insert("model.other.weight".into(), (vec![0], vec![0, 0]));
-    write_shards(&saved.directory(2), 2, 1, Dtype::Bf16, &unknown);
-    is(&saved, &["weight_v000002/", "no tensor \"model.other.weight\""]);
-    let mut outside = patch();
-    outside.insert(EMBEDDING.into(), (vec![5, 96], vec![0, 0, 0, 0]));
-    write_shards(&saved.directory(2), 2, 1, Dtype::Bf16, &outside);
-    is(&saved, &["weight_v000002/", EMBEDDING, "index 96 is outside its 96 elements"]);
-    outside.insert(EMBEDDING.into(), (vec![5], vec![0x80, 0x7f]));
-    write_shards(&saved.directory(2), 2, 1, Dtype::Bf16, &outside);
-    is(&saved, &["weight_v000002/", EMBEDDING, "element 5 is not finite"]);
-}
-
-#[test]
-fn nothing_outside_of_the_weights_directory_is_a_store() {
-    let parameters = model(false);
-    let layout = Layout::Shards;
-    let (saved, outside) =
-        (Saved::random(&mut rng(30), &parameters, layout, 1), Saved::random(&mut rng(31), &parameters, layout, 1));
-    let sources = Sources::new(Some(saved.dir.path().into()));
-    let open = |path: &str| open_store(path, &parameters, 1, None, &sources);
-    let link = |to: &Path, name: &str| std::os::unix::fs::symlink(to, saved.dir.path().join(name)).unwrap();
-    refused(open(outside.root().to_str().unwrap()), "source.directory", &["is outside --weights-dir"]);
-    let up = format!("../{}/run", outside.dir.path().file_name().unwrap().to_str().unwrap());
-    refused(open(&up), "source.directory", &["leads out of --weights-dir"]);
-    link(&outside.root(), "link");
-    refused(open("link"), "source.directory", &["leads out of --weights-dir"]);
-    std::fs::remove_dir_all(saved.directory(0)).unwrap();
-    link(&outside.directory(0), "run/weight_v000000");
-    refused(open("run"), "source.directory", &["leads out of --weights-dir"]);
-    std::fs::remove_file(saved.directory(0)).unwrap();
-    link(Path::new("weight_v000001"), "run/weight_v000000");
-    refused(open("run"), "source.directory", &["is of version 1", "expected was version 0"]);
-    assert!(matches!(open("none"), Err(Error::NotFound(_))));
-    let without = open_store("run", &parameters, 1, None, &Sources::default());
-    refused(without, "source.directory", &["--weights-dir"]);
-}
-
-#[test]
-fn compressed_changes_take_no_more_memory_than_they_declare() {
-    let parameters = model(false);
-    let saved = Saved::random(&mut rng(40), &parameters, Layout::Shards, 1);
-    let write = |bytes: Vec<u8>| {
-        let sum = format!("{:032x}", xxh3_128(&bytes));
-        let file = "model-00000-of-00001.safetensors";
-        let tensors = [(EMBEDDING.to_string(), Stored::U8, bytes)];
-        write_file(&saved.directory(1).join(file), &tensors, &[(EMBEDDING, &sum)]);
-        write_index(&saved.directory(1), &index_json(1, 0, Dtype::Bf16, &[(EMBEDDING.into(), file.into())]));
-        saved.push(&parameters, 1, None)
-    };
-    // 64 MiB of zeros, of which the frame tells the size: more elements than the tensor has.
-    let bomb = zstd::bulk::compress(&vec![0; 6 << 20], 1).unwrap();
-    refused(write(bomb), "source.directory", &[EMBEDDING, "of its 96 elements"]);
-    // A frame that does not tell it.
-    let silent = zstd::stream::encode_all(&[0u8; 60][..], 1).unwrap();
-    refused(write(silent), "source.directory", &[EMBEDDING, "declares its size"]);
-    refused(write(vec![1, 2, 3]), "source.directory", &[EMBEDDING, "no zstd frame"]);
-    refused(write(payload(&(vec![3], vec![0; 3]))), "source.directory", &[EMBEDDING, "not a multiple of the 6"]);
-    // A frame that has more than it tells.
-    let mut two = payload(&(vec![3], vec![0; 2]));
-    two.extend(payload(&(vec![3], vec![0; 2])));
-    refused(write(two), "source.directory", &[EMBEDDING, "does not decompress"]);
-    write(payload(&(vec![3], vec![0; 2]))).unwrap();
-}
-
-#[test]
-fn patches_that_are_not_right_are_refused() {
-    let parameters = model(false);
-    let saved = Saved::random(&mut rng(50), &parameters, Layout::Patches("gap_delta"), 1);
-    let path = saved.root().join("deltas/step_000001.safetensors");
-    let floats = |n: usize| (format!("{EMBEDDING}.val"), Stored::BF16, vec![0; 2 * n]);
-    let write = |tensors: &[(String, Stored, Vec<u8>)], metadata: &[(&str, &str)]| {
-        write_file(&path, tensors, metadata);
-        saved.push(&parameters, 1, None)
-    };
-    let idx = |dtype, bytes: &[u8]| (format!("{EMBEDDING}.idx"), dtype, bytes.to_vec());
-    let file = "deltas/step_000001.safetensors";
-    let good = [idx(Stored::U16, &[5, 0]), floats(1)];
-    write(&good, &[]).unwrap();
-    write(&[], &[]).unwrap();
-    write(&[idx(Stored::U16, &[]), floats(0)], &[]).unwrap();
-    let check = |tensors: &[(String, Stored, Vec<u8>)], metadata: &[(&str, &str)], parts: &[&str]| {
-        refused(write(tensors, metadata), "source.directory", &[&[file], parts].concat());
-    };
-    check(&good, &[("encoding", "nvcomp_cascaded")], &["nvcomp_cascaded", "raw, gap_delta"]);
-    check(&good, &[("model_version", "2")], &["model_version is \"2\""]);
-    check(&good, &[("encoding", "raw")], &["is stored as U16"]);
-    check(&good[..1], &[], &["neither values"]);
-    check(&good[1..], &[], &["has no indices"]);
-    check(&[idx(Stored::U16, &[5, 0]), floats(2)], &[], &["different numbers"]);
-    check(&[idx(Stored::U16, &[96, 0]), floats(1)], &[], &[EMBEDDING, "index 96 is outside"]);
-    let raw = [("encoding", "raw")];
-    let two =
-        |first: i32, second: i32| [idx(Stored::I32, &[first.to_le_bytes(), second.to_le_bytes()].concat()), floats(2)];
-    write(&two(3, 4), &raw).unwrap();
-    check(&two(4, 3), &raw, &["index 3 follows a larger one"]);
-    check(&two(4, 4), &raw, &["index 4 is repeated"]);
-    check(&two(-1, 4), &raw, &["is outside"]);
-    let wide = idx(Stored::U32, &u32::MAX.to_le_bytes());
-    check(&[wide, floats(1)], &[], &["is outside"]);
+    let saved = Saved::random(&mut rng(64), &parameters, Layout::Bytes("xor"), 2);
+    let whole = saved.open(&parameters, 0, None).unwrap().staging();
+    let patched = saved.open(&parameters, 2, None).unwrap().staging();
+    // Four tensors at a time, of which the largest has 192 bytes, each with what is read and decoded.
+    let most = 4 * ((192 + (16 << 20) + (8 << 20)) as u64);
+    let more = patched.staged - whole.staged;
+    assert!(more > most && more < most + (4 << 10), "{more}");
 }

@@ -10,7 +10,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use super::file::{MAX_FILES, Root, open_root, refuse, safetensors_of};
-use super::{OpenSource, SourceFile, Sources};
+use super::{SourceFile, Sources};
 use crate::error::{Error, Result};
 use crate::memory::Charge;
 use crate::types::WeightVersion;
@@ -21,11 +21,20 @@ use files::VersionFiles;
 /// The open files of a version, and of the versions before it that it needs.
 pub(in crate::weights::push) struct Chain {
     /// The whole version that the deltas change; `None` if they change the policy that serves.
-    pub base: Option<(OpenSource, Vec<TensorEntry>)>,
+    pub base: Option<WholeVersion>,
     /// The deltas, the oldest first.
     pub deltas: Vec<StoredDelta>,
     /// The version itself. Its digest is still to be computed if it is a whole one that is read.
     pub version: StoredVersion,
+}
+
+/// The files of a version with every parameter.
+pub(in crate::weights::push) struct WholeVersion {
+    pub tensors: Vec<TensorEntry>,
+    /// The file of each tensor.
+    pub files: Vec<Arc<SourceFile>>,
+    /// Counts the memory for the declarations in the files.
+    pub charge: Charge,
 }
 
 /// The files of a version that has the changes of an earlier one.
@@ -41,8 +50,27 @@ pub(in crate::weights::push) struct StoredDelta {
 pub(in crate::weights::push) struct DeltaTensor {
     pub entry: TensorEntry,
     pub file: Arc<SourceFile>,
-    /// Where the values are, if they are not in the payload, and how the indices are stored then.
-    pub values: Option<(u64, Indices)>,
+    pub changes: Changes,
+}
+
+/// How the changes of a tensor are stored.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(in crate::weights::push) enum Changes {
+    /// As the payload of a DELTA push.
+    Payload,
+    /// Indices, and from this offset on the values.
+    Apart(Indices, u64),
+    /// Changed bytes, which decompress to so many bytes. The declared digest is that of the tensor with the changes.
+    Bytes(ByteEncoding, u64),
+}
+
+/// How changed bytes of a tensor are stored.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(in crate::weights::push) enum ByteEncoding {
+    /// All bytes, each combined with the one before by exclusive or.
+    Xor,
+    /// The number of changed bytes, their positions, and the bytes.
+    Overwrite,
 }
 
 /// How a tensor of indices is stored.
@@ -55,6 +83,13 @@ pub(in crate::weights::push) enum Indices {
     SkippedU32,
 }
 
+impl StoredDelta {
+    /// Whether its changes are of bytes, which can be applied only to the whole bytes of a tensor.
+    pub fn is_of_bytes(&self) -> bool {
+        self.tensors.iter().any(|tensor| matches!(tensor.changes, Changes::Bytes(..)))
+    }
+}
+
 impl Indices {
     /// Bytes of one index.
     pub fn size(self) -> usize {
@@ -62,9 +97,9 @@ impl Indices {
     }
 }
 
-/// What a store has of one version.
+/// One version of a store.
 enum Content {
-    Whole(OpenSource, Vec<TensorEntry>),
+    Whole(WholeVersion),
     Delta(StoredDelta),
 }
 
@@ -92,7 +127,7 @@ pub(in crate::weights::push) fn open(store: &DeltaStore, sources: &Sources, para
         }
         target.get_or_insert(found);
         match content {
-            Content::Whole(source, tensors) => break Some((source, tensors)),
+            Content::Whole(whole) => break Some(whole),
             Content::Delta(delta) => {
                 let paths = delta.tensors.iter().map(|tensor| Arc::as_ptr(&tensor.file));
                 files += paths.collect::<HashSet<_>>().len();
@@ -192,13 +227,13 @@ impl StoreReader<'_> {
     }
 
     fn whole(&self, files: &mut VersionFiles<'_>, paths: Vec<PathBuf>) -> Result<Content> {
-        let (mut tensors, mut sources) = (Vec::new(), Vec::new());
+        let (mut tensors, mut of_each) = (Vec::new(), Vec::new());
         for path in paths {
             let file = files.open(&path)?;
             tensors.extend(files.read_header(&file)?);
-            sources.resize(tensors.len(), file);
+            of_each.resize(tensors.len(), file);
         }
-        Ok(Content::Whole(OpenSource::of_files(sources, files.take_charge()), tensors))
+        Ok(Content::Whole(WholeVersion { tensors, files: of_each, charge: files.take_charge() }))
     }
 
     fn missing(&self, version: WeightVersion, looked_for: &[PathBuf]) -> Error {

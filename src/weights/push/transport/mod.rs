@@ -6,6 +6,7 @@ pub(super) mod broadcast;
 pub(super) mod delta_store;
 pub(super) mod device;
 mod file;
+pub(super) mod patched;
 mod safetensors;
 mod shared_memory;
 pub(super) mod source_file;
@@ -25,6 +26,7 @@ use crate::memory::{Charge, Traffic};
 use crate::types::WeightVersion;
 use crate::weights::update::{Source, TensorEntry, TransitBytes, UpdateHeader};
 use device::Allocations;
+use patched::ServingWeights;
 
 /// The places that pushes may be read from, other than their own streams.
 #[derive(Debug)]
@@ -36,6 +38,8 @@ pub struct Sources {
     segments: Segments,
     /// The devices in whose memory tensors may lie.
     devices: Devices,
+    /// The weights that serve, which deltas of bytes are applied to.
+    serving: Option<Arc<dyn ServingWeights>>,
     /// Counts the memory that a push takes before the ledger has its entry.
     pub(super) traffic: Traffic,
 }
@@ -44,7 +48,8 @@ impl Default for Sources {
     /// Nothing but segments of shared memory, without a limit on the memory for declarations.
     fn default() -> Self {
         let (weights_dir, segments, devices) = (None, Segments::default(), Devices::default());
-        Self { weights_dir, flag: "--weights-dir", segments, devices, traffic: Traffic::new(u64::MAX) }
+        let (flag, serving, traffic) = ("--weights-dir", None, Traffic::new(u64::MAX));
+        Self { weights_dir, flag, segments, devices, serving, traffic }
     }
 }
 
@@ -62,6 +67,11 @@ impl Sources {
     /// The same, and devices in whose memory the tensors of pushes may lie.
     pub fn with_devices(self, devices: Devices) -> Self {
         Self { devices, ..self }
+    }
+
+    /// The same, and the weights that serve.
+    pub fn with_serving(self, serving: Arc<dyn ServingWeights>) -> Self {
+        Self { serving: Some(serving), ..self }
     }
 
     /// The same, with the memory for declarations counted in `traffic`.

@@ -1,15 +1,16 @@
 //! Files that the tensors of a push are read from: open files, mapped segments, and device memory.
 
-use std::fmt::Display;
+use std::fmt::{Debug, Display};
 use std::fs::File;
 use std::os::unix::fs::{FileExt, MetadataExt};
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, PoisonError};
 
 use rollout_kernels::{BorrowedMemory, out_of_memory};
 
 use super::check_regular;
 use super::shared_memory::Segment;
 use crate::error::{Error, Result};
+use crate::weights::update::TensorBuffer;
 
 /// Bytes of a file that are read, hashed and checked at a time: few enough that the second and third find them in the
 /// core's cache.
@@ -31,6 +32,15 @@ enum FileAccess {
     Read(File),
     Mapped(Arc<Segment>),
     Device(BorrowedMemory),
+    /// Bytes that are computed at the first read, and kept until the last one was read.
+    Computed(Box<dyn ComputedBytes>, Mutex<Option<TensorBuffer>>),
+}
+
+/// Computes the bytes of one tensor, which are read once from the first to the last.
+pub(in crate::weights::push) trait ComputedBytes: Debug + Send + Sync {
+    /// # Errors
+    /// Those of a push.
+    fn compute(&self) -> Result<TensorBuffer>;
 }
 
 impl SourceFile {
@@ -53,6 +63,11 @@ impl SourceFile {
         Self { name: name.into(), bytes: memory.bytes(), access: FileAccess::Device(memory) }
     }
 
+    /// A tensor whose bytes are computed.
+    pub fn computed(name: &str, bytes: u64, computed: Box<dyn ComputedBytes>) -> Self {
+        Self { name: name.into(), bytes, access: FileAccess::Computed(computed, Mutex::new(None)) }
+    }
+
     pub fn name(&self) -> &str {
         &self.name
     }
@@ -61,7 +76,7 @@ impl SourceFile {
         self.bytes
     }
 
-    /// The time at which the file was changed last, in nanoseconds; 0 for what is no file.
+    /// The time at which the file was changed last, in nanoseconds; 0 if the bytes are not read from a file.
     pub fn changed_at(&self) -> i128 {
         let FileAccess::Read(file) = &self.access else { return 0 };
         file.metadata()
@@ -125,6 +140,16 @@ impl SourceFile {
             FileAccess::Mapped(segment) => {
                 let used = segment.map.read(start..start + bytes, use_bytes);
                 used.ok_or_else(|| self.lost(what, offset, bytes, &"it was cut short"))
+            }
+            FileAccess::Computed(computed, kept) => {
+                let mut kept = kept.lock().unwrap_or_else(PoisonError::into_inner);
+                let buffer = match kept.take() {
+                    None => computed.compute()?,
+                    Some(buffer) => buffer,
+                };
+                let used = use_bytes(&buffer[start..start + bytes]);
+                *kept = (start + bytes < buffer.len()).then_some(buffer);
+                Ok(used)
             }
             FileAccess::Device(memory) => {
                 memory.read(offset..offset + bytes as u64, use_bytes).map_err(|error| match out_of_memory(&error) {

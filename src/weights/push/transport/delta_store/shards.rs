@@ -10,7 +10,7 @@ use serde_json::Value;
 use super::super::SourceFile;
 use super::super::safetensors::{MAX_QUOTED_BYTES, StoredTensor};
 use super::files::VersionFiles;
-use super::{DeltaTensor, StoredDelta, refuse};
+use super::{ByteEncoding, Changes, DeltaTensor, StoredDelta, refuse};
 use crate::error::{Result, shown};
 use crate::types::WeightVersion;
 use crate::weights::parameters::Dtype;
@@ -23,9 +23,17 @@ const FRAME_HEADER_BYTES: usize = 18;
 /// The index of a version that is a delta.
 pub(super) struct DeltaIndex {
     base: WeightVersion,
-    dtype: Dtype,
+    encoding: Encoding,
     /// The name of the file of each tensor.
     weight_map: HashMap<String, String>,
+}
+
+/// How the tensors of a delta are encoded.
+#[derive(Clone, Copy)]
+enum Encoding {
+    /// Changed elements of values of this dtype.
+    Elements(Dtype),
+    Bytes(ByteEncoding),
 }
 
 #[derive(Deserialize)]
@@ -62,17 +70,23 @@ pub(super) fn read_index(
     if !metadata.contains_key("delta_encoding") {
         return Ok(None);
     }
-    one_of("delta_encoding", &["elements"])?;
     one_of("compression_format", &["zstd"])?;
     one_of("checksum_format", &["xxh3-128"])?;
-    let dtype = [Dtype::F32, Dtype::Bf16, Dtype::F16][one_of("dtype", &["float32", "bfloat16", "float16"])?];
+    let encoding = match one_of("delta_encoding", &["xor", "overwrite", "elements"])? {
+        0 => Encoding::Bytes(ByteEncoding::Xor),
+        1 => Encoding::Bytes(ByteEncoding::Overwrite),
+        _ => {
+            let dtypes = [Dtype::F32, Dtype::Bf16, Dtype::F16];
+            Encoding::Elements(dtypes[one_of("dtype", &["float32", "bfloat16", "float16"])?])
+        }
+    };
     let (named, base) = (number("version")?, number("base_version")?);
     if named != version || base >= version {
         return Err(fail(format!(
             "is of version {named}, which changes version {base}; expected was version {version}"
         )));
     }
-    Ok(Some(DeltaIndex { base, dtype, weight_map }))
+    Ok(Some(DeltaIndex { base, encoding, weight_map }))
 }
 
 /// Opens the files of a delta, and reads their headers.
@@ -99,7 +113,7 @@ pub(super) fn read(files: &mut VersionFiles<'_>, directory: &Path, index: DeltaI
                 return Err(refuse(format!("{}: {INDEX} does not have its tensor {name:?}", file.name())));
             }
             let digest = header.metadata.get(&tensor.name).and_then(|text| digest_of(text));
-            tensors.push(payload(files, &file, tensor, index.dtype, digest)?);
+            tensors.push(changes(files, &file, tensor, index.encoding, digest)?);
         }
     }
     if tensors.len() < index.weight_map.len() {
@@ -109,12 +123,12 @@ pub(super) fn read(files: &mut VersionFiles<'_>, directory: &Path, index: DeltaI
     Ok(StoredDelta { base: index.base, tensors, charge: files.take_charge() })
 }
 
-/// The declaration of a compressed tensor of changed elements.
-fn payload(
+/// The declaration of the changes of a tensor.
+fn changes(
     files: &VersionFiles<'_>,
     file: &Arc<SourceFile>,
     tensor: StoredTensor,
-    dtype: Dtype,
+    encoding: Encoding,
     digest: Option<[u8; 16]>,
 ) -> Result<DeltaTensor> {
     let StoredTensor { name, dtype: stored, offset, bytes, .. } = tensor;
@@ -129,13 +143,22 @@ fn payload(
     file.read(&name, offset, head)?;
     let raw = zstd::zstd_safe::get_frame_content_size(head).ok().flatten();
     let raw = raw.ok_or_else(|| fail("is no zstd frame that declares its size"))?;
-    let element = (GAP_BYTES + dtype.size()) as u64;
-    if raw % element != 0 {
-        return Err(fail(&format!("decompresses to {raw} bytes, not a multiple of the {element} of an element")));
-    }
-    let (shape, payload) = (files.shape_of(&name), Some((raw / element, bytes)));
+    let shape = files.shape_of(&name);
+    let (dtype, changed, changes) = match encoding {
+        // The dtype is that of the version before.
+        Encoding::Bytes(encoding) => (Dtype::F32, 0, Changes::Bytes(encoding, raw)),
+        Encoding::Elements(dtype) => {
+            let element = (GAP_BYTES + dtype.size()) as u64;
+            if raw % element != 0 {
+                let what = format!("decompresses to {raw} bytes, not a multiple of the {element} of an element");
+                return Err(fail(&what));
+            }
+            (dtype, raw / element, Changes::Payload)
+        }
+    };
+    let payload = Some((changed, bytes));
     let entry = TensorEntry { name, dtype, shape, digest: Some(digest), payload, offset, allocation: None };
-    Ok(DeltaTensor { entry, file: file.clone(), values: None })
+    Ok(DeltaTensor { entry, file: file.clone(), changes })
 }
 
 /// The digest that a text of 32 hexadecimal digits is.
