@@ -112,6 +112,12 @@ def test_a_merged_adapter_is_no_part_of_a_version(binary, rng, tmp_path):
         client.push_lora(None)
         assert client.push_directory("run", "delta", version=3, force_version=True).bytes < whole
         assert client.checksum() == checksums(states[2], "bfloat16")
+        # After a sleep that has dropped the policy, the store brings it back.
+        client.sleep(2)
+        client.wake(["weights"])
+        assert client.push_directory("run", "delta", version=3).bytes > whole
+        client.wake()
+        assert client.checksum() == checksums(states[2], "bfloat16")
 
 
 def test_what_is_wrong_is_refused_and_changes_nothing(binary, rng, tmp_path):

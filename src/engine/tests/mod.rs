@@ -15,6 +15,7 @@ mod requests;
 mod rig;
 mod serving;
 mod states;
+mod stored;
 mod texts;
 mod updates;
 mod watching;

@@ -7,7 +7,7 @@ use super::delta::{changed, decode, decode_apart, decode_each, decoded_bytes};
 use super::manifest::Manifest;
 use super::tensor::PushedTensor;
 use super::threads::in_parallel;
-use super::transport::delta_store::{Changes, StoredDelta};
+use super::transport::delta_store::{StoredChanges, StoredDelta};
 use super::transport::{OpenSource, SourceFile};
 use crate::error::{Error, Result};
 use crate::weights::parameters::Parameters;
@@ -18,7 +18,7 @@ pub(super) struct DeltaLink {
     manifest: Manifest,
     files: Vec<Arc<SourceFile>>,
     /// How the changes of each tensor are stored.
-    changes: Vec<Changes>,
+    changes: Vec<StoredChanges>,
     /// Keeps the charge of the declarations.
     _source: OpenSource,
 }
@@ -46,7 +46,7 @@ impl DeltaLink {
     /// Bytes of the changes as they are stored.
     pub fn bytes(&self) -> u64 {
         let entries = self.manifest.tensors.iter().map(|tensor| &tensor.entry);
-        let apart = entries.zip(&self.changes).filter(|(_, changes)| matches!(changes, Changes::Apart(..)));
+        let apart = entries.zip(&self.changes).filter(|(_, changes)| matches!(changes, StoredChanges::Apart(..)));
         apart.map(|(entry, _)| changed(entry) * entry.dtype.size() as u64).sum::<u64>() + self.manifest.total()
     }
 
@@ -78,11 +78,11 @@ impl DeltaLink {
         let (files, changes) = (&*files, &*changes);
         decode_each(manifest, |i, entry, bytes| {
             let decoded = match changes[i] {
-                Changes::Payload => decode(entry, bytes),
-                Changes::Apart(how, offset) => {
+                StoredChanges::Payload => decode(entry, bytes),
+                StoredChanges::Apart(how, offset) => {
                     decode_apart(entry, how, bytes, |values| files[i].read(&entry.name, offset, values))
                 }
-                Changes::Bytes(..) => Err(Error::invalid("tensors", "has changes of bytes")),
+                StoredChanges::Bytes(..) => Err(Error::invalid("tensors", "has changes of bytes")),
             };
             decoded.map_err(|error| in_file(error, Some(files[i].name())))
         })

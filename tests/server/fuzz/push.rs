@@ -8,7 +8,7 @@ use xxhash_rust::xxh3::xxh3_128;
 use super::dice::Dice;
 use super::mutate::{mutated, rough};
 use super::run::Facts;
-use super::server::fixture;
+use super::server::{STORED_VERSIONS, fixture};
 use super::wire::{Call, End, Leave, envelope};
 
 /// A declared tensor, and the bytes that are sent for it.
@@ -125,9 +125,23 @@ fn directory(dice: &mut Dice) -> Push {
         0 => dice.text(),
         _ => dice.pick(&["adapter", "full", "empty", "bad", "outside", "../weights/full", "", ".", "/"]).into(),
     };
-    let kind = dice.pick(&[pb::UpdateKind::Lora, pb::UpdateKind::Full]).into();
-    let source = pb::Source { kind: Some(pb::source::Kind::Directory(pb::Directory { path })) };
-    Push { header: pb::Header { kind, source: Some(source), ..Default::default() }, tensors: Vec::new() }
+    let kind = dice.pick(&[pb::UpdateKind::Lora, pb::UpdateKind::Full, pb::UpdateKind::Delta]).into();
+    Push { header: pb::Header { kind, source: below_weights_dir(path), ..Default::default() }, tensors: Vec::new() }
+}
+
+/// A version of the delta store, of which most are damaged.
+fn stored(dice: &mut Dice) -> Push {
+    let header = pb::Header {
+        kind: pb::UpdateKind::Delta.into(),
+        source: below_weights_dir("store".into()),
+        new_version: Some(dice.below(STORED_VERSIONS + 2) as u64),
+        ..Default::default()
+    };
+    Push { header, tensors: Vec::new() }
+}
+
+fn below_weights_dir(path: String) -> Option<pb::Source> {
+    Some(pb::Source { kind: Some(pb::source::Kind::Directory(pb::Directory { path })) })
 }
 
 /// Puts wrong facts into the header and the declarations.
@@ -290,16 +304,18 @@ fn describe(push: &Push) -> String {
 }
 
 pub fn update(dice: &mut Dice, facts: &Facts) -> Call {
-    let mut push = match dice.below(8) {
+    let mut push = match dice.below(9) {
         0 => base(),
         1 => directory(dice),
+        8 => stored(dice),
         2 | 3 => full(dice, facts),
         4 | 5 => delta(dice, facts),
         _ => lora(dice),
     };
     push.header.running = dice.enumeration(4);
     // Mostly version 0, the one that deltas are against.
-    push.header.new_version = if dice.one_in(6) { dice.maybe(Dice::u64) } else { Some(0) };
+    let version = push.header.new_version.or(Some(0));
+    push.header.new_version = if dice.one_in(6) { dice.maybe(Dice::u64) } else { version };
     push.header.force_version = !dice.one_in(6);
     if !push.tensors.is_empty() && dice.one_in(5) {
         share(dice, &mut push, &facts.segment);

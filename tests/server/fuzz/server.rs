@@ -5,10 +5,15 @@ use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
+use super::dice::Dice;
+use super::mutate::mutated;
 use super::wire::{Connection, PATIENCE};
 
 /// Longest line of the log in bytes: a status of 2 KiB, escaped, with what the line says of the call.
 const MAX_LOG_LINE_BYTES: usize = 16 << 10;
+
+/// Versions of the delta store after the whole one.
+pub const STORED_VERSIONS: usize = 24;
 
 pub struct Server {
     child: Child,
@@ -155,4 +160,48 @@ fn fill_weights_dir(dir: &Path) {
     std::fs::write(dir.join("bad/adapter_model.safetensors"), [0; 3]).expect("a file");
     std::fs::write(dir.join("bad/adapter_config.json"), "{\"r\": -1}").expect("a file");
     std::os::unix::fs::symlink("/etc", dir.join("outside")).expect("a link");
+    fill_store(&dir.join("store"));
+}
+
+/// A delta store of the model: a whole version, and deltas that change nothing, of which all but the first two are
+/// damaged.
+fn fill_store(dir: &Path) {
+    let directory = |version: usize| dir.join(format!("weight_v{version:06}"));
+    let (model, file, name) =
+        (fixture("qwen2/model.safetensors"), "model-00000-of-00001.safetensors", "model.norm.weight");
+    std::fs::create_dir_all(directory(0)).expect("a directory");
+    std::fs::copy(&model, directory(0).join(file)).expect("room for a copy");
+    let model = std::fs::read(&model).expect("a fixture");
+    let norm = safetensors::SafeTensors::deserialize(&model).expect("a checkpoint");
+    let norm = norm.tensor(name).expect("it has one");
+    let element = norm.data().len() / norm.shape()[0];
+    let raw = [&[0; 4][..], &norm.data()[..element]].concat();
+    let payload = zstd::bulk::compress(&raw, 1).expect("it compresses");
+    let view = safetensors::tensor::TensorView::new(safetensors::Dtype::U8, vec![payload.len()], &payload);
+    let digest = format!("{:032x}", xxhash_rust::xxh3::xxh3_128(&payload));
+    let metadata = std::collections::HashMap::from([(name.to_string(), digest)]);
+    let shard = safetensors::serialize([(name, view.expect("a tensor"))], Some(metadata)).expect("a file");
+    for version in 1..=STORED_VERSIONS {
+        let index = serde_json::json!({
+            "metadata": {
+                "version": format!("{version:06}"),
+                "base_version": "000000",
+                "delta_encoding": if version < 8 { "elements" } else { ["xor", "overwrite"][version % 2] },
+                "compression_format": "zstd",
+                "checksum_format": "xxh3-128",
+                "dtype": if element == 2 { "bfloat16" } else { "float32" },
+            },
+            "weight_map": { name: file },
+        });
+        let (mut index, mut shard) = (index.to_string().into_bytes(), shard.clone());
+        let mut dice = Dice::of(7, "store", version as u64);
+        match version {
+            0..3 => {}
+            _ if version % 2 == 0 => index = mutated(&mut dice, index),
+            _ => shard = mutated(&mut dice, shard),
+        }
+        std::fs::create_dir(directory(version)).expect("a directory");
+        std::fs::write(directory(version).join(file), shard).expect("a file");
+        std::fs::write(directory(version).join("model.safetensors.index.json"), index).expect("a file");
+    }
 }

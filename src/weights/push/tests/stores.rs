@@ -244,7 +244,8 @@ pub(super) fn write_index(directory: &Path, index: &serde_json::Value) {
     std::fs::write(directory.join("model.safetensors.index.json"), index.to_string()).unwrap();
 }
 
-/// Writes what slime's `UpdateWeightFromDiskDelta` writes: for each tensor its changed bytes, and a digest of the new ones.
+/// Writes what slime's `UpdateWeightFromDiskDelta` writes: for each tensor its changed bytes, and a digest of the new
+/// ones.
 pub(super) fn write_bytes(directory: &Path, version: u64, encoding: &str, changed: &[(String, [&Vec<u8>; 2])]) {
     let file = "model-00000-of-00001.safetensors";
     let encoded = changed.iter().map(|(name, [old, new])| {

@@ -50,12 +50,12 @@ pub(in crate::weights::push) struct StoredDelta {
 pub(in crate::weights::push) struct DeltaTensor {
     pub entry: TensorEntry,
     pub file: Arc<SourceFile>,
-    pub changes: Changes,
+    pub changes: StoredChanges,
 }
 
 /// How the changes of a tensor are stored.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(in crate::weights::push) enum Changes {
+pub(in crate::weights::push) enum StoredChanges {
     /// As the payload of a DELTA push.
     Payload,
     /// Indices, and from this offset on the values.
@@ -86,7 +86,7 @@ pub(in crate::weights::push) enum Indices {
 impl StoredDelta {
     /// Whether its changes are of bytes, which can be applied only to the whole bytes of a tensor.
     pub fn is_of_bytes(&self) -> bool {
-        self.tensors.iter().any(|tensor| matches!(tensor.changes, Changes::Bytes(..)))
+        self.tensors.iter().any(|tensor| matches!(tensor.changes, StoredChanges::Bytes(..)))
     }
 }
 
@@ -101,6 +101,17 @@ impl Indices {
 enum Content {
     Whole(WholeVersion),
     Delta(StoredDelta),
+}
+
+impl Content {
+    /// How many files it is read from.
+    fn files(&self) -> usize {
+        let files: HashSet<*const SourceFile> = match self {
+            Self::Whole(whole) => whole.files.iter().map(Arc::as_ptr).collect(),
+            Self::Delta(delta) => delta.tensors.iter().map(|tensor| Arc::as_ptr(&tensor.file)).collect(),
+        };
+        files.len()
+    }
 }
 
 /// Opens a version of a store, and the versions before it back to a whole one, or to the one that serves.
@@ -126,18 +137,16 @@ pub(in crate::weights::push) fn open(store: &DeltaStore, sources: &Sources, para
             break None;
         }
         target.get_or_insert(found);
+        files += content.files().max(1);
+        if files > MAX_FILES {
+            let (path, version) = (&store.path, store.version);
+            return Err(refuse(format!(
+                "{path}: version {version} needs more than {MAX_FILES} files; save a whole version more often"
+            )));
+        }
         match content {
             Content::Whole(whole) => break Some(whole),
             Content::Delta(delta) => {
-                let paths = delta.tensors.iter().map(|tensor| Arc::as_ptr(&tensor.file));
-                files += paths.collect::<HashSet<_>>().len();
-                if files > MAX_FILES {
-                    let (path, version) = (&store.path, store.version);
-                    return Err(refuse(format!(
-                        "{path}: version {version} needs more than {MAX_FILES} files of deltas; save a whole version \
-                         more often"
-                    )));
-                }
                 version = delta.base;
                 deltas.push(delta);
             }

@@ -8,7 +8,7 @@ use std::sync::Arc;
 use twox_hash::XxHash3_128;
 
 use super::Sources;
-use super::delta_store::{ByteEncoding, Changes, DeltaTensor, StoredDelta, WholeVersion};
+use super::delta_store::{ByteEncoding, DeltaTensor, StoredChanges, StoredDelta, WholeVersion};
 use super::file::refuse;
 use super::source_file::{ComputedBytes, PIECE_BYTES, SourceFile};
 use crate::error::{Error, Result};
@@ -153,7 +153,7 @@ impl PatchedTensor {
     fn add(&mut self, change: DeltaTensor) -> Result<()> {
         let DeltaTensor { entry: TensorEntry { name, payload, digest, offset, .. }, file, changes } = change;
         let fail = |what: &str| refuse(format!("{}: tensor {name:?}: {what}", file.name()));
-        let (Changes::Bytes(encoding, raw), Some((_, bytes)), Some(digest)) = (changes, payload, digest) else {
+        let (StoredChanges::Bytes(encoding, raw), Some((_, bytes)), Some(digest)) = (changes, payload, digest) else {
             return Err(fail("has changes of elements, and other versions that are needed have changes of bytes"));
         };
         let most = self.bytes as u64;

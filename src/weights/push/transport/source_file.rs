@@ -3,7 +3,7 @@
 use std::fmt::{Debug, Display};
 use std::fs::File;
 use std::os::unix::fs::{FileExt, MetadataExt};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::Arc;
 
 use rollout_kernels::{BorrowedMemory, out_of_memory};
 
@@ -32,11 +32,10 @@ enum FileAccess {
     Read(File),
     Mapped(Arc<Segment>),
     Device(BorrowedMemory),
-    /// Bytes that are computed at the first read, and kept until the last one was read.
-    Computed(Box<dyn ComputedBytes>, Mutex<Option<TensorBuffer>>),
+    Computed(Box<dyn ComputedBytes>),
 }
 
-/// Computes the bytes of one tensor, which are read once from the first to the last.
+/// Computes the bytes of one tensor.
 pub(in crate::weights::push) trait ComputedBytes: Debug + Send + Sync {
     /// # Errors
     /// Those of a push.
@@ -65,7 +64,7 @@ impl SourceFile {
 
     /// A tensor whose bytes are computed.
     pub fn computed(name: &str, bytes: u64, computed: Box<dyn ComputedBytes>) -> Self {
-        Self { name: name.into(), bytes, access: FileAccess::Computed(computed, Mutex::new(None)) }
+        Self { name: name.into(), bytes, access: FileAccess::Computed(computed) }
     }
 
     pub fn name(&self) -> &str {
@@ -74,6 +73,14 @@ impl SourceFile {
 
     pub fn bytes(&self) -> u64 {
         self.bytes
+    }
+
+    /// All bytes of a tensor that is computed; `None` if they are read.
+    ///
+    /// # Errors
+    /// As for [`ComputedBytes::compute`].
+    pub fn compute(&self) -> Result<Option<TensorBuffer>> {
+        if let FileAccess::Computed(computed) = &self.access { computed.compute().map(Some) } else { Ok(None) }
     }
 
     /// The time at which the file was changed last, in nanoseconds; 0 if the bytes are not read from a file.
@@ -141,16 +148,7 @@ impl SourceFile {
                 let used = segment.map.read(start..start + bytes, use_bytes);
                 used.ok_or_else(|| self.lost(what, offset, bytes, &"it was cut short"))
             }
-            FileAccess::Computed(computed, kept) => {
-                let mut kept = kept.lock().unwrap_or_else(PoisonError::into_inner);
-                let buffer = match kept.take() {
-                    None => computed.compute()?,
-                    Some(buffer) => buffer,
-                };
-                let used = use_bytes(&buffer[start..start + bytes]);
-                *kept = (start + bytes < buffer.len()).then_some(buffer);
-                Ok(used)
-            }
+            FileAccess::Computed(computed) => Ok(use_bytes(&computed.compute()?[start..start + bytes])),
             FileAccess::Device(memory) => {
                 memory.read(offset..offset + bytes as u64, use_bytes).map_err(|error| match out_of_memory(&error) {
                     Some(why) => Error::ResourceExhausted(format!("{what:?}: no memory to copy it: {why}")),

@@ -5,7 +5,7 @@ use std::path::Path;
 
 use super::super::safetensors::{MAX_QUOTED_BYTES, StoredTensor};
 use super::files::VersionFiles;
-use super::{Changes, DeltaTensor, Indices, StoredDelta, refuse};
+use super::{DeltaTensor, Indices, StoredChanges, StoredDelta, refuse};
 use crate::error::{Result, shown};
 use crate::types::WeightVersion;
 use crate::weights::update::TensorEntry;
@@ -65,7 +65,7 @@ pub(super) fn read(files: &mut VersionFiles<'_>, path: &Path, version: WeightVer
         let (shape, payload) = (files.shape_of(&name), Some((changed, indices.bytes)));
         let (digest, offset, allocation) = (None, indices.offset, None);
         let entry = TensorEntry { name, dtype, shape, digest, payload, offset, allocation };
-        tensors.push(DeltaTensor { entry, file: file.clone(), changes: Changes::Apart(how, value.offset) });
+        tensors.push(DeltaTensor { entry, file: file.clone(), changes: StoredChanges::Apart(how, value.offset) });
     }
     match stored.into_keys().next() {
         Some(name) => Err(fail(format!("{name:?} is neither values ({VALUES}) nor the indices of any"))),

@@ -10,7 +10,7 @@ use serde_json::Value;
 use super::super::SourceFile;
 use super::super::safetensors::{MAX_QUOTED_BYTES, StoredTensor};
 use super::files::VersionFiles;
-use super::{ByteEncoding, Changes, DeltaTensor, StoredDelta, refuse};
+use super::{ByteEncoding, DeltaTensor, StoredChanges, StoredDelta, refuse};
 use crate::error::{Result, shown};
 use crate::types::WeightVersion;
 use crate::weights::parameters::Dtype;
@@ -146,14 +146,14 @@ fn changes(
     let shape = files.shape_of(&name);
     let (dtype, changed, changes) = match encoding {
         // The dtype is that of the version before.
-        Encoding::Bytes(encoding) => (Dtype::F32, 0, Changes::Bytes(encoding, raw)),
+        Encoding::Bytes(encoding) => (Dtype::F32, 0, StoredChanges::Bytes(encoding, raw)),
         Encoding::Elements(dtype) => {
             let element = (GAP_BYTES + dtype.size()) as u64;
             if raw % element != 0 {
                 let what = format!("decompresses to {raw} bytes, not a multiple of the {element} of an element");
                 return Err(fail(&what));
             }
-            (dtype, raw / element, Changes::Payload)
+            (dtype, raw / element, StoredChanges::Payload)
         }
     };
     let payload = Some((changed, bytes));
