@@ -9,20 +9,25 @@ use super::stores::{
 };
 use super::*;
 
+/// A store of a whole version and two deltas.
+fn fresh(parameters: &Parameters, seed: u64) -> Saved {
+    Saved::random(&mut rng(seed), parameters, Layout::Shards, 2)
+}
+
+#[track_caller]
+fn is_refused(saved: &Saved, parameters: &Arc<Parameters>, parts: &[&str]) {
+    refused(saved.push(parameters, 2, None), "source.directory", parts);
+}
+
 #[test]
-fn stores_that_are_not_right_are_refused() {
+fn files_that_are_missing_or_damaged_are_named() {
     let parameters = model(false);
-    let patch = || random_patch(&mut rng(11), &parameters, Dtype::Bf16);
-    let fresh = |seed| Saved::random(&mut rng(seed), &parameters, Layout::Shards, 2);
-    let is = |saved: &Saved, parts: &[&str]| {
-        refused(saved.push(&parameters, 2, None), "source.directory", parts);
-    };
+    let fresh = |seed| fresh(&parameters, seed);
     let missing = |saved: &Saved, what: &str| match saved.push(&parameters, 2, None) {
         Err(Error::NotFound(message)) => assert!(message.contains(what), "{message}"),
         other => panic!("{:?}", other.err()),
     };
     let shard = |version: u64| format!("weight_v{version:06}/model-00000-of-00002.safetensors");
-
     let saved = fresh(20);
     std::fs::remove_dir_all(saved.directory(1)).unwrap();
     missing(&saved, "weight_v000001");
@@ -43,14 +48,20 @@ fn stores_that_are_not_right_are_refused() {
         std::fs::write(&path, &bytes).unwrap();
         lost(saved.push(&parameters, 2, None), &shard(version));
         std::fs::write(&path, &bytes[..bytes.len() - 1]).unwrap();
-        is(&saved, &[&shard(version), "not a whole safetensors file"]);
+        is_refused(&saved, &parameters, &[&shard(version), "not a whole safetensors file"]);
         // It is cut short between the declarations and the commit.
         std::fs::write(&path, &bytes).unwrap();
         let receiving = staged(saved.open(&parameters, 2, None).unwrap());
         std::fs::OpenOptions::new().write(true).open(&path).unwrap().set_len(9).unwrap();
         lost(receiving.finish(), &shard(version));
     }
+}
 
+#[test]
+fn indexes_that_are_not_right_are_refused() {
+    let parameters = model(false);
+    let fresh = |seed| fresh(&parameters, seed);
+    let is = |saved: &Saved, parts: &[&str]| is_refused(saved, &parameters, parts);
     let with_index = |change: &dyn Fn(&mut serde_json::Value)| {
         let saved = fresh(23);
         let path = saved.directory(2).join("model.safetensors.index.json");
@@ -79,8 +90,14 @@ fn stores_that_are_not_right_are_refused() {
     let saved = fresh(24);
     std::fs::write(saved.directory(2).join("model.safetensors.index.json"), "{\"metadata\": 3}").unwrap();
     is(&saved, &["weight_v000002/model.safetensors.index.json", "not an index"]);
+}
 
-    let saved = fresh(25);
+#[test]
+fn changes_that_do_not_fit_the_model_are_refused() {
+    let parameters = model(false);
+    let patch = || random_patch(&mut rng(11), &parameters, Dtype::Bf16);
+    let is = |saved: &Saved, parts: &[&str]| is_refused(saved, &parameters, parts);
+    let saved = fresh(&parameters, 25);
     let mut unknown = patch();
     unknown.insert("model.other.weight".into(), (vec![0], vec![0, 0]));
     write_shards(&saved.directory(2), 2, 1, Dtype::Bf16, &unknown);
