@@ -202,6 +202,7 @@ impl<X: Executor> Engine<X> {
         self.checksums.compute_piece(&mut self.core)?;
         self.settle()?;
         self.core.telemetry.publish(&self.stats(), &self.core.budget, self.core.lifecycle());
+        self.core.telemetry.observer.metrics.tenants.publish(self.core.scheduler.tenant_stats());
         if self.core.deadline.is_some() && self.core.requests.is_empty() {
             return Ok(Turn::Ended);
         }

@@ -8,7 +8,7 @@ use super::client::CancelFlag;
 use crate::error::Error;
 use crate::grammar::Grammar;
 use crate::memory::{Backlog, Charge};
-use crate::types::{FinishReason, Owner, Prompt, RoutingFormat, SamplingParams, TokenLogprobs, WeightVersion};
+use crate::types::{FinishReason, Owner, Prompt, RoutingFormat, SamplingParams, Tenant, TokenLogprobs, WeightVersion};
 
 /// A request on its way into the engine.
 pub struct GenerateCommand {
@@ -107,6 +107,8 @@ pub enum RequestKind {
 pub struct RequestClient {
     /// The owner may end the request, as may callers who may end all.
     pub owner: Option<Owner>,
+    /// The tenant whose share of the server it uses.
+    pub tenant: Tenant,
     /// Time when the request's message had arrived.
     pub arrived: Instant,
     pub cancel: CancelFlag,

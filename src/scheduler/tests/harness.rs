@@ -1,6 +1,6 @@
 //! A scheduler, and an executor without a model that knows what every KV slot must hold.
 
-use std::collections::HashMap;
+use std::collections::{BTreeSet, HashMap};
 use std::sync::Arc;
 
 use crate::cache::{CacheSalt, KvCacheManager};
@@ -282,7 +282,11 @@ impl Harness {
     }
 
     pub fn add(&mut self, groups: Vec<Group>) -> crate::error::Result<()> {
-        self.scheduler.add(groups.clone())?;
+        self.add_for(&Tenant::default(), groups)
+    }
+
+    pub fn add_for(&mut self, tenant: &Tenant, groups: Vec<Group>) -> crate::error::Result<()> {
+        self.scheduler.add(tenant, groups.clone())?;
         for group in groups {
             let samples = vec![SampleResult::default(); group.samples().count()];
             self.results.insert(group.key, GroupResult { samples, ..GroupResult::default() });
@@ -365,6 +369,12 @@ impl Harness {
             assert!(plans.len() < 100_000, "no end in sight");
         }
         plans
+    }
+
+    /// The tenants with sequences that wait for a place, and their counters.
+    pub fn backlogged(&mut self) -> Vec<(TenantId, i128)> {
+        let backlogged = self.scheduler.backlogged(&BTreeSet::new());
+        backlogged.into_iter().map(|tenant| (tenant, self.scheduler.tenants.counter(tenant).into())).collect()
     }
 
     pub fn abort(&mut self, request: RequestKey) -> Vec<SampleKey> {
