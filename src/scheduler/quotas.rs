@@ -1,8 +1,8 @@
-//! What a tenant may have at most, even when no other asks for anything.
+//! Quotas of tenants, which hold even when no other tenant asks for anything.
 
 use super::{Scheduler, SeqId, TenantId};
 
-/// Quotas of each tenant. What is over them waits.
+/// Quotas of each tenant. Sequences beyond them wait.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct TenantQuotas {
     /// Most samples that run at the same time.

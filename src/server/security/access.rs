@@ -156,7 +156,7 @@ impl Caller {
     /// The tenant of a request that names `named`; an empty name is none.
     ///
     /// # Errors
-    /// `InvalidArgument` if that is no name of a tenant; `PermissionDenied` if a caller with the role `generate` names
+    /// `InvalidArgument` if `named` cannot be the name of a tenant; `PermissionDenied` if a caller with the role `generate` names
     /// another than its own.
     pub(in crate::server) fn tenant_of(&self, named: &str) -> Result<Tenant> {
         if named.is_empty() {
