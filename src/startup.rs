@@ -175,7 +175,7 @@ pub fn start(config: &Config, observer: Observer, recorder: Recorder) -> Result<
     let executor = start_ranks(models, communicators, ingredients)?;
     let cache = KvCacheManager::new(blocks, layout.block_size);
     let mut scheduler = Scheduler::new(layout.scheduler(config, &model), cache);
-    let TenantFlags { tenant_max_running: max_running, tenant_kv_share: kv_share } = config.tenants;
+    let TenantFlags { tenant_max_running: max_running, tenant_kv_share: kv_share, .. } = config.tenants;
     scheduler.limit_tenants(TenantQuotas { max_running, kv_share });
     let (sender, commands) = sync_channel(COMMAND_QUEUE);
     let setup = Setup {
@@ -184,6 +184,7 @@ pub fn start(config: &Config, observer: Observer, recorder: Recorder) -> Result<
         traffic: traffic.clone(),
         max_adapters: config.adapters.max_adapters,
         max_lora_rank: config.adapters.max_lora_rank,
+        max_tenant_adapters: config.tenants.tenant_max_adapters,
         clock: Clock::System,
         observer: observer.clone(),
         recorder,

@@ -4,7 +4,7 @@ use clap::Args;
 
 use crate::error::{Error, Result};
 
-/// What each tenant may have at most.
+/// The quotas of each tenant.
 #[derive(Clone, Debug, Args)]
 pub struct TenantFlags {
     /// Maximum samples of a tenant in one step; further ones wait.
@@ -14,6 +14,10 @@ pub struct TenantFlags {
     /// Maximum share of the KV cache that a tenant's samples hold, from 0 to 1; further ones wait.
     #[arg(long, help_heading = "Serving", env = "ROLLOUT_TENANT_KV_SHARE", value_name = "SHARE")]
     pub tenant_kv_share: Option<f64>,
+
+    /// Maximum resident adapters of a tenant; further ones are rejected with RESOURCE_EXHAUSTED.
+    #[arg(long, help_heading = "Weights and adapters", env = "ROLLOUT_TENANT_MAX_ADAPTERS", value_name = "N")]
+    pub tenant_max_adapters: Option<usize>,
 }
 
 impl TenantFlags {

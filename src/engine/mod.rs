@@ -130,7 +130,7 @@ impl<X: Executor> Engine<X> {
         commands: Receiver<Command>,
         setup: Setup,
     ) -> Self {
-        let (max_adapters, max_lora_rank) = (setup.max_adapters, setup.max_lora_rank);
+        let adapters = Adapters::new(setup.max_adapters, setup.max_tenant_adapters, setup.max_lora_rank);
         let core = EngineCore::new(executor, scheduler, setup);
         let awake = AwakeBytes::of(&core.budget);
         Self {
@@ -139,7 +139,7 @@ impl<X: Executor> Engine<X> {
             steps: Steps::default(),
             admission: Admission::new(tokenizer),
             sleep: Sleep::new(awake),
-            adapters: Adapters::new(max_adapters, max_lora_rank),
+            adapters,
             updates: Updates::new(awake),
             drains: Drains::default(),
             pause_mode: DrainMode::default(),

@@ -252,6 +252,7 @@ impl Rig {
             traffic,
             max_adapters: 2,
             max_lora_rank: 8,
+            max_tenant_adapters: None,
             clock: Clock::System,
             observer,
             recorder,

@@ -117,6 +117,7 @@ impl Fixture {
             traffic: Traffic::new(TRAFFIC_BYTES),
             max_adapters: 0,
             max_lora_rank: 1,
+            max_tenant_adapters: None,
             clock: Clock::System,
             observer,
             recorder,
