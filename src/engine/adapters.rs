@@ -102,8 +102,8 @@ impl Adapters {
         Ok(generation)
     }
 
-    /// Checks that an adapter of a tenant may get the name of `target` and finds a slot. Returns the name of the adapter
-    /// that has to leave its slot first, if one has to.
+    /// Checks that an adapter of a tenant may get the name of `target` and finds a slot. Returns the name of the
+    /// adapter that has to leave its slot first, if one has to.
     ///
     /// # Errors
     /// `VersionConflict` if the name has another generation, `ResourceExhausted` if there is no slot.

@@ -151,7 +151,7 @@ impl Admission {
         let accepted = check_policy(core, adapters, request.request()).and_then(|(weights, references)| {
             let salt = CacheSalt { epoch: core.policy.epoch(), weights };
             let groups = request.accept(key, salt, references, self.tokenizer.as_ref());
-            core.scheduler.add(request.tenant(), groups)
+            core.scheduler.add(&request.client.tenant, groups)
         });
         match accepted {
             Ok(()) => core.requests.insert(key, request),

@@ -18,15 +18,15 @@ use crate::observe::{Metrics, SampleEnd};
 use crate::scheduler::{Group, GroupKind};
 use crate::text::Tokenizer;
 use crate::types::{
-    FinishReason, GroupKey, Owner, PolicyWeights, RequestKey, SampleKey, SamplingParams, Tenant, TokenLogprobs,
-    WeightVersion, sample_seed,
+    FinishReason, GroupKey, Owner, PolicyWeights, RequestKey, SampleKey, SamplingParams, TokenLogprobs, WeightVersion,
+    sample_seed,
 };
 
 /// State of a request between its arrival and its terminal event. It is held until [`RequestState::accept`] is called.
 pub(super) struct RequestState {
     /// Its prompts move to the scheduler when it is accepted.
     request: ValidRequest,
-    client: RequestClient,
+    pub client: RequestClient,
     num_prompts: usize,
     /// Number of samples that it requests; 0 if its prompts are scored.
     num_samples: usize,
@@ -188,10 +188,6 @@ impl RequestState {
 
     pub fn owner(&self) -> Option<Owner> {
         self.client.owner
-    }
-
-    pub fn tenant(&self) -> &Tenant {
-        &self.client.tenant
     }
 
     /// Path of the field that says how to sample this prompt.

@@ -138,7 +138,7 @@ fn emit_one<X: Executor>(core: &mut EngineCore<X>, outcome: Outcome, version: We
                 scheduler.finish(sample);
             }
             let following = request.rescore(policy.epoch(), policy.version());
-            scheduler.add_following(request.tenant(), following, request.is_suspended());
+            scheduler.add_following(&request.client.tenant, following, request.is_suspended());
         }
         Outcome::GrammarFailed { sample, error } => {
             let field = format!("{}.structured_outputs", request.sampling_field(sample.group.prompt_index));

@@ -71,7 +71,8 @@ impl Scheduler {
     }
 
     /// Lets a waiting sequence run if all blocks it needs are free. Blocks are taken from other sequences only if none
-    /// runs, or from tenants that hold more. Returns whether the sequence runs; it may have to wait for its first image.
+    /// runs, or from tenants that hold more. Returns whether the sequence runs; it may have to wait for its first
+    /// image.
     fn try_admit(&mut self, id: SeqId, builder: &mut PlanBuilder) -> bool {
         let prefix = loop {
             let sequence = &self.waiting[&id];

@@ -1,6 +1,7 @@
 //! How tenants share places, blocks and steps. With one tenant nothing of this has an effect.
 
-use std::collections::{BTreeSet, HashSet};
+use std::collections::btree_map::Range;
+use std::collections::{BTreeMap, BTreeSet, HashSet};
 
 use super::tenants::{OUTPUT_TOKEN_SERVICE, PROMPT_TOKEN_SERVICE};
 use super::{Scheduler, SeqId, Sequence, TenantId};
@@ -26,8 +27,14 @@ impl Scheduler {
     /// The tenant with the least service among those that are owed a place. If no place is free, the tenant with the
     /// most places gives up one, that of its youngest sequence.
     pub(super) fn next_owed(&mut self, held_back: &BTreeSet<SeqId>) -> Option<TenantId> {
+        let mut places: BTreeMap<TenantId, usize> = BTreeMap::new();
+        self.running.keys().for_each(|id| *places.entry(id.tenant).or_default() += 1);
+        places.retain(|_, places| *places >= 2);
+        if places.is_empty() {
+            return None;
+        }
         let owed = self.backlogged(held_back).into_iter();
-        let owed = owed.filter_map(|tenant| Some((tenant, self.debtor(tenant, held_back)?)));
+        let owed = owed.filter_map(|tenant| Some((tenant, self.debtor(tenant, held_back, &places)?)));
         let (tenant, youngest) = owed.min_by_key(|&(tenant, _)| (self.tenants.counter(tenant), tenant))?;
         if self.running.len() + held_back.len() >= self.config.max_num_seqs {
             self.displace(youngest);
@@ -53,15 +60,19 @@ impl Scheduler {
 
     /// The youngest running sequence that is not planned of the tenant that owes `tenant` a place: one that has had no
     /// less service, and has at least two places more, so that it does not have fewer afterwards. Of several it is the
-    /// one with the most places.
-    fn debtor(&self, tenant: TenantId, held_back: &BTreeSet<SeqId>) -> Option<SeqId> {
-        let places = |tenant| self.places(tenant, held_back);
-        let (own, served) = (places(tenant), self.tenants.counter(tenant));
-        let others = self.tenants.live().filter(|&other| other != tenant && self.tenants.counter(other) >= served);
-        let richer = others.map(|other| (places(other), other)).filter(|(places, _)| *places >= own + 2);
-        let unplanned = |other| self.running.range(SeqId::of(other)).rev().find(|(id, _)| !self.in_flight.contains(id));
-        let youngest = richer.filter_map(|(places, other)| Some((places, *unplanned(other)?.0)));
-        youngest.max().map(|(_, id)| id)
+    /// one with the most places. `places` has the numbers of places of tenants with more than one.
+    fn debtor(
+        &self,
+        tenant: TenantId,
+        held_back: &BTreeSet<SeqId>,
+        places: &BTreeMap<TenantId, usize>,
+    ) -> Option<SeqId> {
+        let (own, served) = (self.places(tenant, held_back), self.tenants.counter(tenant));
+        let richer = places.iter().filter(|(other, places)| **places >= own + 2 && **other != tenant);
+        let owing = richer.filter(|(other, _)| self.tenants.counter(**other) >= served);
+        let (other, _) = owing.max_by_key(|(other, places)| (**places, **other))?;
+        let mut youngest_first = self.running.range(SeqId::of(*other)).rev().map(|(id, _)| *id);
+        youngest_first.find(|id| !self.in_flight.contains(id))
     }
 
     /// Takes the blocks of one sequence that is not planned, for the sake of a waiting one of another tenant that holds
@@ -95,7 +106,7 @@ impl Scheduler {
 
     /// Whether a tenant asks for anything that is not suspended.
     pub(super) fn is_active(&self, tenant: TenantId) -> bool {
-        let has_any = |mut sequences: std::collections::btree_map::Range<SeqId, Sequence>| sequences.next().is_some();
+        let has_any = |mut sequences: Range<SeqId, Sequence>| sequences.next().is_some();
         self.queue.has_turn(tenant)
             || has_any(self.running.range(SeqId::of(tenant)))
             || has_any(self.waiting.range(SeqId::of(tenant)))

@@ -33,13 +33,13 @@
 //! # Order and progress
 //!
 //! Sequences of a tenant are ordered by admission of their group, then by sample index, and this order never changes.
-//! Running sequences are served in the order of service: the oldest of each tenant, then the second oldest of each, and
-//! so on; with one tenant, oldest first. A sequence that needs a block may take the blocks of running sequences later in
-//! this order and of waiting ones, but never those of an earlier running one; if that is not enough, it is left out of
-//! the step. So the first running sequence advances in every step, since its own blocks fit into the cache, as `add` has
-//! checked. If none runs, a waiting one may take every block. Preempted and forked sequences of a tenant are admitted
-//! before its new groups, oldest first, without overtaking, and without taking blocks from others of the same tenant:
-//! work under way is not thrown away for work that has not begun.
+//! Running sequences are served in the order of service: the oldest of each tenant, then the second oldest of each,
+//! and so on; with one tenant, oldest first. A sequence that needs a block may take the blocks of running sequences
+//! later in this order and of waiting ones, but never those of an earlier running one; if that is not enough, it is
+//! left out of the step. So the first running sequence advances in every step, since its own blocks fit into the cache,
+//! as `add` has checked. If none runs, a waiting one may take every block. Preempted and forked sequences of a tenant
+//! are admitted before its new groups, oldest first, without overtaking, and without taking blocks from others of the
+//! same tenant: work under way is not thrown away for work that has not begun.
 //!
 //! # Tenants
 //!
@@ -49,10 +49,10 @@
 //!
 //! That alone would let a tenant wait behind another's thousand samples until some of them end. So a tenant that waits,
 //! and that has had no more service than another with at least two places more, takes a place from that one's youngest
-//! sequence. This sequence waits with its blocks, so that nothing is computed again, unless blocks are short: then it may
-//! lose them too. Two places more, because one less would let two tenants take one place from each other forever. Places
-//! are taken and given before all but the first running sequence are planned, within what these leave of the token
-//! budget.
+//! sequence. This sequence waits with its blocks, so that nothing is computed again, unless blocks are short: then it
+//! may lose them too. Two places more, because with one the two tenants would take one place from each other forever.
+//! Places are taken and given before all but the first running sequence are planned, within what these leave of the
+//! token budget.
 //!
 //! With one tenant, all of this has no effect.
 

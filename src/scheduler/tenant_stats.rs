@@ -42,8 +42,9 @@ impl Scheduler {
         for (_, stats) in &mut self.tenant_table.rows {
             (stats.running_samples, stats.waiting_samples, stats.kv_blocks) = (0, 0, 0);
         }
-        let live: Vec<(TenantId, usize, usize)> = self.tenants.live_samples().collect();
-        for (tenant, row, samples) in live {
+        let mut last = None;
+        while let Some((tenant, row, samples)) = self.tenants.next_live(last) {
+            last = Some(tenant);
             let running = self.running.range(SeqId::of(tenant)).count();
             let blocks = self.blocks_of(tenant);
             let stats = self.tenant_table.row_mut(row);

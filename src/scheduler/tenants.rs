@@ -2,6 +2,7 @@
 //! Language Models", OSDI '24).
 
 use std::collections::{BTreeMap, HashMap};
+use std::ops::Bound;
 
 use super::tenant_stats::TenantTable;
 use crate::types::Tenant;
@@ -103,9 +104,11 @@ impl Tenants {
         self.states[&id].row
     }
 
-    /// Tenants with samples that have not ended, their rows, and the numbers of these samples.
-    pub fn live_samples(&self) -> impl Iterator<Item = (TenantId, usize, usize)> {
-        self.live().map(|id| (id, self.states[&id].row, self.states[&id].live_samples))
+    /// The first tenant after `last` with samples that have not ended, its row, and the number of these samples.
+    pub fn next_live(&self, last: Option<TenantId>) -> Option<(TenantId, usize, usize)> {
+        let after = (last.map_or(Bound::Unbounded, Bound::Excluded), Bound::Unbounded);
+        let (id, state) = self.states.range(after).find(|(_, state)| state.live_samples > 0)?;
+        Some((*id, state.row, state.live_samples))
     }
 
     /// Tenants with samples that have not ended.

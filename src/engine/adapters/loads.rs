@@ -68,13 +68,13 @@ impl Adapters {
         let stays = |status: &AdapterStatus| !status.retired && !status.on_demand && !names.contains(&*status.name);
         let staying = self.resident.iter().filter(|resident| stays(&resident.status)).count();
         let lacking = names.iter().filter(|name| self.named(name).is_none()).count();
-        let is_own = |status: &AdapterStatus| stays(status) && status.tenant == *request.tenant();
+        let is_own = |status: &AdapterStatus| stays(status) && status.tenant == request.client.tenant;
         let own = self.resident.iter().filter(|resident| is_own(&resident.status)).count();
         if let Some(most) = self.max_of_tenant.filter(|most| lacking > 0 && lacking + own > *most) {
             return Err(Error::ResourceExhausted(format!(
                 "adapter: the request needs {lacking} more of --tenant-max-adapters {most}, and the tenant {:?} has {own} \
                  that were pushed or loaded by name; remove some of these first",
-                request.tenant().as_str()
+                request.client.tenant.as_str()
             )));
         }
         if names.len() + staying <= self.max_adapters {
@@ -91,7 +91,7 @@ impl Adapters {
     /// Begins to read an adapter that `request` lacks, unless a load is under way.
     pub fn begin_load(&mut self, request: &RequestState) {
         if let (None, Some(name), Some(read)) = (&self.load, self.lacking(request), request.adapter_reader()) {
-            self.load = Some(AdapterLoad { name: name.to_owned(), tenant: request.tenant().clone(), read: None });
+            self.load = Some(AdapterLoad { name: name.to_owned(), tenant: request.client.tenant.clone(), read: None });
             read(name);
         }
     }
