@@ -5,6 +5,7 @@ mod choices;
 mod command_line;
 mod image_limit;
 mod lora_module;
+mod tenants;
 mod values;
 mod watch;
 
@@ -20,6 +21,7 @@ pub use choices::*;
 pub use command_line::CommandLine;
 pub use image_limit::ImageLimit;
 pub use lora_module::LoraModule;
+pub use tenants::TenantFlags;
 pub use values::HttpPort;
 use values::{parse_bytes, parse_host_name, parse_port};
 pub use watch::WatchLimits;
@@ -265,7 +267,11 @@ pub struct Config {
     #[command(flatten)]
     pub adapters: AdapterFlags,
 
-    /// File of the accepted tokens, one `generate TOKEN` or `control TOKEN` per line; reloaded when it changes.
+    #[command(flatten)]
+    pub tenants: TenantFlags,
+
+    /// File of the accepted tokens, one `generate TOKEN` or `control TOKEN` per line, each with a
+    /// tenant if there are several; reloaded when it changes.
     #[arg(long, help_heading = "Security", env = "ROLLOUT_AUTH_TOKEN_FILE", value_name = "FILE")]
     pub auth_token_file: Option<PathBuf>,
 
@@ -425,6 +431,7 @@ impl Config {
             return fail("max-batch-tokens", &self.max_batch_tokens, "from 1 to 1048576");
         }
         self.adapters.check()?;
+        self.tenants.check()?;
         // At most 2^24, because each waiting sample is a record of some hundred bytes.
         if !(1..=1 << 24).contains(&self.max_queued_samples) {
             return fail("max-queued-samples", &self.max_queued_samples, "from 1 to 16777216");

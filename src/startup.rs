@@ -15,7 +15,7 @@ use serde_json::Value as Json;
 use crate::cache::KvCacheManager;
 use crate::clock::Clock;
 use crate::comm::Trainers;
-use crate::config::{Config, DTypeChoice, GraphsChoice, ReasoningChoice, SpeculationChoice};
+use crate::config::{Config, DTypeChoice, GraphsChoice, ReasoningChoice, SpeculationChoice, TenantFlags};
 use crate::engine::{COMMAND_QUEUE, Engine, EngineHandle, Setup};
 use crate::error::{Error, Result};
 use crate::executor::Executor;
@@ -23,7 +23,7 @@ use crate::model::config::{ExpertsConfig, ModelConfig, VisionConfig};
 use crate::model::{Build, Model, ModelLimits, Parameterized, Tower, TowerShape, WorkspaceShape};
 use crate::observe::{EngineWatchdog, Observer, Recorder};
 use crate::pixels::DecodeSlots;
-use crate::scheduler::{ImageScheduling, Scheduler, SchedulerConfig, Speculation};
+use crate::scheduler::{ImageScheduling, Scheduler, SchedulerConfig, Speculation, TenantQuotas};
 use crate::server::{
     AdaptersDir, HeldPictures, ImageRules, ModelFacts, PromptEncoder, RequestTemplates, RoutingRules, ServingContext,
     pb,
@@ -173,7 +173,10 @@ pub fn start(config: &Config, observer: Observer, recorder: Recorder) -> Result<
         progress,
     };
     let executor = start_ranks(models, communicators, ingredients)?;
-    let scheduler = Scheduler::new(layout.scheduler(config, &model), KvCacheManager::new(blocks, layout.block_size));
+    let cache = KvCacheManager::new(blocks, layout.block_size);
+    let mut scheduler = Scheduler::new(layout.scheduler(config, &model), cache);
+    let TenantFlags { tenant_max_running: max_running, tenant_kv_share: kv_share, .. } = config.tenants;
+    scheduler.limit_tenants(TenantQuotas { max_running, kv_share });
     let (sender, commands) = sync_channel(COMMAND_QUEUE);
     let setup = Setup {
         parameters: parameters.clone(),
@@ -181,6 +184,7 @@ pub fn start(config: &Config, observer: Observer, recorder: Recorder) -> Result<
         traffic: traffic.clone(),
         max_adapters: config.adapters.max_adapters,
         max_lora_rank: config.adapters.max_lora_rank,
+        max_tenant_adapters: config.tenants.tenant_max_adapters,
         clock: Clock::System,
         observer: observer.clone(),
         recorder,

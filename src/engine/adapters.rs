@@ -9,6 +9,7 @@ use super::command::{AdapterStatus, AdapterTarget, Reply};
 use super::core::{Attempt, EngineCore, Failure};
 use crate::error::{Error, Result};
 use crate::executor::{Executor, WeightOrder};
+use crate::types::Tenant;
 use crate::weights::Adapter;
 use loads::{AdapterLoad, LoadCounts};
 
@@ -17,6 +18,8 @@ pub(super) use loads::LoadOutcome;
 /// The resident adapters of all ranks. Each accepted request that uses an adapter holds a lease on it.
 pub(super) struct Adapters {
     max_adapters: usize,
+    /// Most of one tenant.
+    max_of_tenant: Option<usize>,
     max_rank: usize,
     next_generation: u64,
     /// Number of requests that have named an adapter.
@@ -29,6 +32,7 @@ pub(super) struct Adapters {
 
 /// Where an adapter comes from.
 struct Origin {
+    tenant: Tenant,
     /// The directory that it was read from; `None` if a client sent it.
     directory: Option<String>,
     /// Whether it was loaded because a request named it.
@@ -43,9 +47,10 @@ struct Resident {
 }
 
 impl Adapters {
-    pub fn new(max_adapters: usize, max_rank: usize) -> Self {
+    pub fn new(max_adapters: usize, max_of_tenant: Option<usize>, max_rank: usize) -> Self {
         Self {
             max_adapters,
+            max_of_tenant,
             max_rank,
             next_generation: 1,
             uses: 0,
@@ -97,16 +102,30 @@ impl Adapters {
         Ok(generation)
     }
 
-    /// Checks that an adapter may get the name of `target` and finds a slot. Returns the name of the adapter that has
-    /// to leave its slot first, if one has to.
+    /// Checks that an adapter of a tenant may get the name of `target` and finds a slot. Returns the name of the
+    /// adapter that has to leave its slot first, if one has to.
     ///
     /// # Errors
     /// `VersionConflict` if the name has another generation, `ResourceExhausted` if there is no slot.
-    pub fn check_target<X: Executor>(&self, core: &EngineCore<X>, target: &AdapterTarget) -> Result<Option<String>> {
+    pub fn check_target<X: Executor>(
+        &self,
+        core: &EngineCore<X>,
+        target: &AdapterTarget,
+        tenant: &Tenant,
+    ) -> Result<Option<String>> {
         let old = self.named(&target.name).map_or(0, |old| old.status.generation);
         check_generation(&target.name, old, target.expected_generation)?;
         let may_leave = |status: &AdapterStatus| target.evicts || status.on_demand;
-        self.find_slot(core, &target.name, may_leave).ok_or_else(|| {
+        self.find_slot(core, &target.name, tenant, may_leave).ok_or_else(|| {
+            if let Some(most) = self.quota_of(tenant, &target.name) {
+                return Error::ResourceExhausted(format!(
+                    "adapter: {:?} would be more than --tenant-max-adapters {most} of the tenant {:?} ({}); remove one \
+                     of its adapters first",
+                    target.name,
+                    tenant.as_str(),
+                    self.describe(core),
+                ));
+            }
             Error::ResourceExhausted(format!(
                 "adapter: {:?} finds no free slot of --max-adapters {} ({}); remove one first",
                 target.name,
@@ -118,22 +137,32 @@ impl Adapters {
 
     /// Finds a slot for an adapter of this name. Returns `Some(None)` for a free slot, `Some(Some(evicted))` if the
     /// adapter `evicted` must be removed first, and `None` if there is no slot. Chooses the least recently used adapter
-    /// among those that no request uses and that `may_leave` accepts.
+    /// among those that no request uses and that `may_leave` accepts; of a tenant that has its quota, among its own.
     fn find_slot<X: Executor>(
         &self,
         core: &EngineCore<X>,
         name: &str,
+        tenant: &Tenant,
         may_leave: impl Fn(&AdapterStatus) -> bool,
     ) -> Option<Option<String>> {
         // The adapter that has the name frees its slot if no request uses it.
         let frees = |old: &Resident| core.leases(old.status.generation) == 0;
         let occupied = self.resident.len() - usize::from(self.named(name).is_some_and(frees));
-        if occupied < self.max_adapters {
+        let is_full = self.quota_of(tenant, name).is_some();
+        if occupied < self.max_adapters && !is_full {
             return Some(None);
         }
+        let may_leave = |status: &AdapterStatus| may_leave(status) && (!is_full || status.tenant == *tenant);
         let idle = self.resident.iter().map(|resident| &resident.status);
         let idle = idle.filter(|status| may_leave(status) && !status.retired && core.leases(status.generation) == 0);
         idle.min_by_key(|status| status.last_use).map(|status| Some(status.name.clone()))
+    }
+
+    /// The most adapters that a tenant may have, if it has them already, without that of this name.
+    fn quota_of(&self, tenant: &Tenant, name: &str) -> Option<usize> {
+        let is_other = |status: &AdapterStatus| status.tenant == *tenant && !status.retired && status.name != name;
+        let others = self.resident.iter().filter(|resident| is_other(&resident.status)).count();
+        self.max_of_tenant.filter(|most| others >= *most)
     }
 
     /// Checks that an adapter can be resident on this server.
@@ -156,12 +185,14 @@ impl Adapters {
         &mut self,
         core: &mut EngineCore<X>,
         target: &AdapterTarget,
+        tenant: &Tenant,
         adapter: &Arc<Adapter>,
         directory: Option<String>,
     ) -> Attempt<u64> {
         self.check_adapter(adapter).map_err(Failure::Refused)?;
-        let evicted = self.check_target(core, target).map_err(Failure::Refused)?;
-        self.put(core, &target.name, adapter, evicted, Origin { directory, on_demand: false })
+        let evicted = self.check_target(core, target, tenant).map_err(Failure::Refused)?;
+        let origin = Origin { tenant: tenant.clone(), directory, on_demand: false };
+        self.put(core, &target.name, adapter, evicted, origin)
     }
 
     /// Makes a checked adapter resident in a slot that was found, from which `evicted` retires.
@@ -236,7 +267,7 @@ impl Adapters {
     }
 
     /// Adds an adapter and returns its generation. An adapter that had its name retires.
-    fn insert(&mut self, name: &str, adapter: &Adapter, Origin { directory, on_demand }: Origin) -> u64 {
+    fn insert(&mut self, name: &str, adapter: &Adapter, Origin { tenant, directory, on_demand }: Origin) -> u64 {
         self.retire(name);
         let generation = self.next_generation;
         self.next_generation += 1;
@@ -245,6 +276,7 @@ impl Adapters {
             generation,
             rank: adapter.rank(),
             bytes: adapter.bytes(),
+            tenant,
             directory,
             on_demand,
             leases: 0,

@@ -150,7 +150,8 @@ impl Admission {
     ) {
         let accepted = check_policy(core, adapters, request.request()).and_then(|(weights, references)| {
             let salt = CacheSalt { epoch: core.policy.epoch(), weights };
-            core.scheduler.add(request.accept(key, salt, references, self.tokenizer.as_ref()))
+            let groups = request.accept(key, salt, references, self.tokenizer.as_ref());
+            core.scheduler.add(&request.client.tenant, groups)
         });
         match accepted {
             Ok(()) => core.requests.insert(key, request),

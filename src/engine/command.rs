@@ -8,7 +8,7 @@ use super::client::{Activity, CancelFlag};
 use super::request::{GenerateCommand, RequestList};
 use crate::error::{Error, Result};
 use crate::memory::{Charge, MemoryReport};
-use crate::types::{EngineStats, Owner, WeightVersion};
+use crate::types::{EngineStats, Owner, Tenant, WeightVersion};
 use crate::weights::{
     Adapter, ReceiveMode, ServingWeights, StagingBytes, StoredVersion, Tensors, UpdateHeader, WeightUpdate,
 };
@@ -258,6 +258,8 @@ pub struct AdapterStatus {
     pub generation: u64,
     pub rank: usize,
     pub bytes: u64,
+    /// The tenant whose push made it resident, or whose request named it first.
+    pub tenant: Tenant,
     /// The directory that it was read from; `None` if a client sent it.
     pub directory: Option<String>,
     /// Whether it was loaded because a request named it. It leaves its slot for any other adapter that needs one, since

@@ -30,6 +30,8 @@ pub struct Setup {
     /// Most adapters that may be resident at the same time; retired ones count until their last lease has ended.
     pub max_adapters: usize,
     pub max_lora_rank: usize,
+    /// Most resident adapters of one tenant.
+    pub max_tenant_adapters: Option<usize>,
     /// The clock by which the engine measures and waits.
     pub clock: Clock,
     /// Receives the engine's numbers.

@@ -133,7 +133,7 @@ impl<X: Executor> Engine<X> {
         commands: Receiver<Command>,
         setup: Setup,
     ) -> Self {
-        let (max_adapters, max_lora_rank) = (setup.max_adapters, setup.max_lora_rank);
+        let adapters = Adapters::new(setup.max_adapters, setup.max_tenant_adapters, setup.max_lora_rank);
         let core = EngineCore::new(executor, scheduler, setup);
         let awake = AwakeBytes::of(&core.budget);
         Self {
@@ -142,7 +142,7 @@ impl<X: Executor> Engine<X> {
             steps: Steps::default(),
             admission: Admission::new(tokenizer),
             sleep: Sleep::new(awake),
-            adapters: Adapters::new(max_adapters, max_lora_rank),
+            adapters,
             updates: Updates::new(awake),
             drains: Drains::default(),
             pause_mode: DrainMode::default(),
@@ -205,6 +205,7 @@ impl<X: Executor> Engine<X> {
         self.checksums.compute_piece(&mut self.core)?;
         self.settle()?;
         self.core.telemetry.publish(&self.stats(), &self.core.budget, self.core.lifecycle());
+        self.core.telemetry.observer.metrics.tenants.publish(self.core.scheduler.tenant_stats());
         if self.core.deadline.is_some() && self.core.requests.is_empty() {
             return Ok(Turn::Ended);
         }

@@ -9,7 +9,7 @@ use crate::error::Error;
 use crate::grammar::Grammar;
 use crate::memory::{Backlog, Charge};
 use crate::types::{
-    Divergences, FinishReason, Owner, Prompt, RoutingFormat, SamplingParams, TokenLogprobs, WeightVersion,
+    Divergences, FinishReason, Owner, Prompt, RoutingFormat, SamplingParams, Tenant, TokenLogprobs, WeightVersion,
 };
 
 /// A request on its way into the engine.
@@ -124,6 +124,8 @@ pub enum RequestKind {
 pub struct RequestClient {
     /// The owner may end the request, as may callers who may end all.
     pub owner: Option<Owner>,
+    /// The tenant whose share of the server it uses.
+    pub tenant: Tenant,
     /// Time when the request's message had arrived.
     pub arrived: Instant,
     pub cancel: CancelFlag,

@@ -27,7 +27,7 @@ use crate::types::{
 pub(super) struct RequestState {
     /// Its prompts move to the scheduler when it is accepted.
     request: ValidRequest,
-    client: RequestClient,
+    pub client: RequestClient,
     num_prompts: usize,
     /// Number of samples that it requests; 0 if its prompts are scored.
     num_samples: usize,

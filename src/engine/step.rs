@@ -153,7 +153,7 @@ fn emit_one<X: Executor>(core: &mut EngineCore<X>, outcome: Outcome, version: We
             }
         }
         let following = request.rescore(policy.epoch(), policy.version());
-        scheduler.add_following(following, request.is_suspended());
+        scheduler.add_following(&request.client.tenant, following, request.is_suspended());
     }));
     if let Err(panic) = taken {
         return core.fail(key, &panic_message(&*panic));

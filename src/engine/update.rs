@@ -180,7 +180,7 @@ impl Updates {
                     Source::Directory(path) => Some(path.clone()),
                     _ => None,
                 };
-                Some(adapters.add(core, target, &adapter, directory)?)
+                Some(adapters.add(core, target, &header.tenant, &adapter, directory)?)
             }
             (_, Some(_)) => {
                 let error = Error::invalid("adapter", "only a LORA can stay resident");
@@ -310,7 +310,7 @@ fn check_header<X: Executor>(core: &EngineCore<X>, adapters: &Adapters, header: 
     }
     core.state.check_push(push_kind(header))?;
     if let Some(target) = &header.adapter {
-        return adapters.check_target(core, target).map(|_| ());
+        return adapters.check_target(core, target, &header.tenant).map(|_| ());
     }
     new_version(core, header)?;
     if header.running == RunningPolicy::Wait && core.is_frozen() {

@@ -2,7 +2,7 @@
 //! preempted, and the others run. A sample's tokens do not depend on when its mask is ready.
 
 use super::sequence::PendingToken;
-use super::{Outcome, Scheduler, SeqId, Sequence};
+use super::{Outcome, Scheduler, Sequence};
 use crate::grammar::{GrammarError, MaskDone, MaskJob};
 use crate::types::{FinishReason, TokenLogprobs};
 
@@ -21,7 +21,7 @@ impl Scheduler {
     pub fn advance_grammar(&mut self, done: MaskDone) -> Option<Outcome> {
         assert!(self.in_flight.is_empty(), "the last plan has not been answered");
         let MaskDone { sample, state, advanced } = done;
-        let id = SeqId { admission: self.groups.get(&sample.group)?.admission, sample_index: sample.sample_index };
+        let id = self.groups.get(&sample.group)?.id(sample.sample_index);
         let is_suspended = self.suspended.contains_key(&id);
         let mut sequence = if is_suspended { self.suspended.remove(&id) } else { self.waiting.remove(&id) }?;
         let PendingToken { logprobs, finish, routing, .. } = sequence.pending.take().expect("a mask is computed once");
@@ -51,8 +51,8 @@ impl Scheduler {
 
     /// Keeps a sequence until its mask has been computed.
     pub(super) fn wait_for_mask(&mut self, sequence: Sequence) {
-        let admission = self.groups[&sequence.key.group].admission;
-        self.waiting.insert(SeqId { admission, sample_index: sequence.key.sample_index }, sequence);
+        let id = self.groups[&sequence.key.group].id(sequence.key.sample_index);
+        self.waiting.insert(id, sequence);
     }
 
     /// The outcome of a sequence's last token, which has come with the experts of the one before, and whether the
@@ -65,6 +65,8 @@ impl Scheduler {
         advanced: Result<usize, GrammarError>,
     ) -> (Outcome, bool) {
         self.stats.generated_tokens += 1;
+        let row = self.tenants.row(self.groups[&sequence.key.group].tenant);
+        self.tenant_table.row_mut(row).generated_tokens += 1;
         let sample = sequence.key;
         let grammar_bytes = match advanced {
             Ok(bytes) => bytes,

@@ -4,7 +4,7 @@
 //! # How a sequence travels
 //!
 //! 1. [`Scheduler::add`] puts the groups of a request (one prompt each, with `n` samples) into the admission queue, or
-//!    refuses all of them. The queue gives one group of each request in turn.
+//!    refuses all of them. The queue gives one group of each request of a tenant in turn.
 //! 2. When there is a free place (`max_num_seqs`) and its prompt fits into free blocks, [`Scheduler::schedule`] admits
 //!    a group as one sequence, that of sample 0, with the other samples as `unforked`. Blocks of the prompt's prefix
 //!    that are cached become the beginning of its block table. A prompt whose next block is computed by the same step
@@ -32,25 +32,45 @@
 //!
 //! # Order and progress
 //!
-//! Sequences are ordered by admission of their group, then by sample index, and this order never changes. Running
-//! sequences are served oldest first. A sequence that needs a block may take the blocks of younger running sequences
-//! and of waiting ones, but never those of an older running one; if that is not enough, it is left out of the step. So
-//! the oldest running sequence advances in every step, since its own blocks fit into the cache, as `add` has checked.
-//! If none runs, the oldest waiting one may take every block. Preempted and forked sequences are admitted before new
-//! groups, oldest first, without overtaking, and without taking blocks from others: work under way is not thrown away
-//! for work that has not begun.
+//! Sequences of a tenant are ordered by admission of their group, then by sample index, and this order never changes.
+//! Running sequences are served in the order of service: the oldest of each tenant, then the second oldest of each,
+//! and so on; with one tenant, oldest first. A sequence that needs a block may take the blocks of running sequences
+//! later in this order and of waiting ones, but never those of an earlier running one; if that is not enough, it is
+//! left out of the step. So the first running sequence advances in every step, since its own blocks fit into the cache,
+//! as `add` has checked. If none runs, a waiting one may take every block. Preempted and forked sequences of a tenant
+//! are admitted before its new groups, oldest first, without overtaking, and without taking blocks from others of the
+//! same tenant: work under way is not thrown away for work that has not begun.
+//!
+//! # Tenants
+//!
+//! A virtual token counter counts the service that each tenant has had: its prompt tokens that were computed, and twice
+//! its sampled tokens. A free place goes to the tenant with the least service. A tenant that was idle is lifted to the
+//! least counter of the others when it comes back, so it has no credit for the time in which it asked for nothing.
+//!
+//! That alone would let a tenant wait behind another's thousand samples until some of them end. So a tenant that waits,
+//! and that has had no more service than another with at least two places more, takes a place from that one's youngest
+//! sequence. This sequence waits with its blocks, so that nothing is computed again, unless blocks are short: then it
+//! may lose them too. Two places more, because with one the two tenants would take one place from each other forever.
+//! Places are taken and given before all but the first running sequence are planned, within what these leave of the
+//! token budget.
+//!
+//! With one tenant, all of this has no effect.
 
 mod admission;
+mod fairness;
 mod group;
 mod images;
 mod masks;
 mod policy;
 mod queue;
+mod quotas;
 mod schedule;
 mod sequence;
 mod speculation;
 mod stop;
 mod suspend;
+mod tenant_stats;
+mod tenants;
 mod thinking;
 mod update;
 
@@ -59,17 +79,20 @@ use std::collections::{BTreeMap, HashMap};
 pub use group::{Group, GroupKind, Outcome};
 pub use images::ImageScheduling;
 pub use policy::RunningKv;
+pub use quotas::TenantQuotas;
 pub use speculation::Speculation;
 pub use stop::stop_reason;
 
 use crate::cache::{KvCacheManager, RoutingCache};
 use crate::error::{Error, Result};
 use crate::grammar::{MaskBudget, MaskJob};
-use crate::types::{EngineStats, GroupKey, RequestKey, SampleKey, TokenId};
+use crate::types::{EngineStats, GroupKey, RequestKey, SampleKey, Tenant, TokenId};
 use images::Images;
 use queue::AdmissionQueue;
 use sequence::{SeqId, Sequence};
 use speculation::{Acceptance, NgramIndex};
+use tenant_stats::TenantTable;
+use tenants::{TenantId, Tenants};
 
 /// Limits of a scheduler.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -97,11 +120,15 @@ pub struct Scheduler {
     images: Images,
     /// `None` if experts are not kept.
     routing: Option<RoutingCache>,
+    tenants: Tenants,
+    tenant_table: TenantTable,
+    quotas: TenantQuotas,
     queue: AdmissionQueue,
     /// Sequences with a place in the batch.
     running: BTreeMap<SeqId, Sequence>,
     /// Sequences without a place in the batch: preempted ones, which have no blocks, forked ones, which share blocks,
-    /// those whose mask is being computed, and at most one new group.
+    /// those that gave their place to another tenant's and have their blocks, those whose mask is being computed, and
+    /// at most one new group of each tenant.
     waiting: BTreeMap<SeqId, Sequence>,
     /// Sequences of suspended requests. They have no blocks.
     suspended: BTreeMap<SeqId, Sequence>,
@@ -125,6 +152,7 @@ pub struct Scheduler {
 /// The scheduler's state of a group, beside its sequences.
 #[derive(Debug)]
 struct GroupState {
+    tenant: TenantId,
     /// Number of groups that were admitted before.
     admission: u64,
     /// Number of samples that have not ended.
@@ -151,6 +179,9 @@ impl Scheduler {
             routing,
             config,
             cache,
+            tenants: Tenants::default(),
+            tenant_table: TenantTable::default(),
+            quotas: TenantQuotas::default(),
             queue: AdmissionQueue::default(),
             running: BTreeMap::new(),
             waiting: BTreeMap::new(),
@@ -166,33 +197,42 @@ impl Scheduler {
         }
     }
 
-    /// Queues groups, usually all of one request. If there is an error none is queued.
+    /// Queues groups of a tenant, usually all of one request. If there is an error none is queued.
     ///
     /// # Errors
     /// `InvalidArgument` if a prompt is empty or longer than the context allows; `ResourceExhausted` if too many
     /// samples wait already, or if one sample of a group could not fit into the whole cache.
-    pub fn add(&mut self, groups: Vec<Group>) -> Result<()> {
+    pub fn add(&mut self, tenant: &Tenant, groups: Vec<Group>) -> Result<()> {
         groups.iter().try_for_each(|group| self.check_fits(group))?;
         let asked = groups.iter().map(Group::num_samples).sum::<usize>();
         self.check_room(asked, 0)?;
-        self.live_samples += asked;
-        groups.into_iter().for_each(|group| self.queue.push(group));
+        let tenant = self.enter(tenant, &groups);
+        groups.into_iter().for_each(|group| self.queue.push(tenant, group));
         Ok(())
     }
 
     /// Queues groups that follow from others of the same request, which may be suspended. They come before its other
     /// groups, because a finished sequence holds memory until they have run. The queue has no limit for them: their
     /// request was accepted with them. Each must fit into the context and the cache.
-    pub fn add_following(&mut self, groups: Vec<Group>, is_suspended: bool) {
-        for group in groups.into_iter().rev() {
-            debug_assert!(self.check_fits(&group).is_ok(), "{:?} does not fit", group.key);
-            let request = group.key.request;
-            self.live_samples += group.num_samples();
-            self.queue.push_front(group);
-            if is_suspended {
-                self.queue.suspend(request);
-            }
+    pub fn add_following(&mut self, tenant: &Tenant, groups: Vec<Group>, is_suspended: bool) {
+        let Some(request) = groups.first().map(|group| group.key.request) else { return };
+        debug_assert!(groups.iter().all(|group| self.check_fits(group).is_ok()), "{request:?} does not fit");
+        let tenant = self.enter(tenant, &groups);
+        groups.into_iter().rev().for_each(|group| self.queue.push_front(tenant, group));
+        if is_suspended {
+            self.queue.suspend(request);
         }
+    }
+
+    /// Counts groups that are about to be queued, and returns the id of their tenant.
+    fn enter(&mut self, tenant: &Tenant, groups: &[Group]) -> TenantId {
+        let samples = groups.iter().map(Group::num_samples).sum();
+        self.live_samples += samples;
+        let tenant = self.tenants.enter(tenant, samples, &mut self.tenant_table);
+        if !self.is_active(tenant) {
+            self.tenants.lift(tenant);
+        }
+        tenant
     }
 
     /// Checks that `asked` more samples may wait, where `held` samples already wait outside of the scheduler.
@@ -249,7 +289,7 @@ impl Scheduler {
     /// has ended already.
     pub fn finish(&mut self, sample: SampleKey) {
         let Some(group) = self.groups.get(&sample.group) else { return };
-        let id = SeqId { admission: group.admission, sample_index: sample.sample_index };
+        let id = group.id(sample.sample_index);
         let maps = [&mut self.running, &mut self.waiting, &mut self.suspended];
         let Some(sequence) = maps.into_iter().find_map(|map| map.remove(&id)) else { return };
         assert!(sequence.is_forked(), "{sample:?} is finished before its first token");
@@ -260,13 +300,17 @@ impl Scheduler {
     /// there will be no further outcome. A scored prompt has no samples.
     pub fn abort(&mut self, request: RequestKey) -> Vec<SampleKey> {
         let mut aborted = Vec::new();
-        for group in self.queue.remove(request) {
-            self.live_samples -= group.num_samples();
-            aborted.extend(group.samples());
+        if let Some(tenant) = self.queue.tenant_of(request) {
+            for group in self.queue.remove(request) {
+                self.live_samples -= group.num_samples();
+                self.tenants.leave(tenant, group.num_samples());
+                aborted.extend(group.samples());
+            }
         }
         for map in [&mut self.running, &mut self.waiting, &mut self.suspended] {
-            for (_, mut sequence) in map.extract_if(.., |_, sequence| sequence.key.group.request == request) {
+            for (id, mut sequence) in map.extract_if(.., |_, sequence| sequence.key.group.request == request) {
                 self.live_samples -= sequence.num_samples();
+                self.tenants.leave(id.tenant, sequence.num_samples());
                 aborted.extend(sequence.samples());
                 self.cache.release(std::mem::take(&mut sequence.table));
             }
@@ -326,12 +370,17 @@ impl Scheduler {
         self.cache.check_integrity(sequences().map(|(_, sequence)| &sequence.table));
         assert!(self.running.len() <= self.config.max_num_seqs, "{} sequences are running", self.running.len());
         let mut live: HashMap<GroupKey, usize> = HashMap::new();
+        let mut live_of: HashMap<TenantId, usize> = HashMap::new();
         for (id, sequence) in sequences() {
             sequence.check_integrity(&self.cache, self.in_flight.contains(id));
-            assert_eq!(self.groups[&sequence.key.group].admission, id.admission, "{:?}", sequence.key);
-            assert_eq!(sequence.key.sample_index, id.sample_index, "{:?}", sequence.key);
+            assert_eq!(self.groups[&sequence.key.group].id(sequence.key.sample_index), *id, "{:?}", sequence.key);
             *live.entry(sequence.key.group).or_default() += sequence.num_samples();
+            *live_of.entry(id.tenant).or_default() += sequence.num_samples();
         }
+        for (tenant, samples) in self.queue.samples_by_tenant() {
+            *live_of.entry(tenant).or_default() += samples;
+        }
+        self.tenants.check_integrity(&live_of);
         for (key, group) in &self.groups {
             assert_eq!(live.get(key), Some(&group.live_samples), "live samples of {key:?}");
         }
@@ -360,6 +409,7 @@ impl Scheduler {
         let key = sequence.key;
         let group = self.groups.get_mut(&key.group).expect("a live sample has a group");
         group.live_samples -= 1;
+        self.tenants.leave(group.tenant, 1);
         if group.live_samples == 0 {
             self.groups.remove(&key.group);
         } else if self.config.speculation != Speculation::OFF {

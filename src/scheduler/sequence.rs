@@ -1,7 +1,9 @@
 //! One sequence of tokens, and how far its KV has been computed.
 
+use std::ops::RangeInclusive;
 use std::sync::Arc;
 
+use super::tenants::TenantId;
 use super::thinking::Thinking;
 use super::{Group, GroupKind};
 use crate::cache::{BlockHash, BlockTable, CacheSalt, HashChain, KvCacheManager};
@@ -11,12 +13,25 @@ use crate::types::{
     SamplingParams, TokenId, TokenLogprobs, TokenMask,
 };
 
-/// Name of a sequence inside the scheduler. Ascending ids are the order of age, the oldest sequence first.
+/// Name of a sequence inside the scheduler. Ascending ids of a tenant are the order of age, the oldest sequence first.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub(super) struct SeqId {
+    pub tenant: TenantId,
     /// Number of groups that left the queue before this one.
     pub admission: u64,
     pub sample_index: u32,
+}
+
+impl SeqId {
+    /// All ids of a tenant.
+    pub fn of(tenant: TenantId) -> RangeInclusive<Self> {
+        Self { tenant, admission: 0, sample_index: 0 }..=Self { tenant, admission: u64::MAX, sample_index: u32::MAX }
+    }
+
+    /// Orders sequences of all tenants by age.
+    pub fn age(self) -> (u64, u32) {
+        (self.admission, self.sample_index)
+    }
 }
 
 /// The tokens of one sample. The sequence of sample 0 first computes the prompt, on behalf of all samples of its group.
@@ -67,6 +82,8 @@ pub(super) struct Sequence {
     pub rescored: Option<usize>,
     /// Number of tokens found in the prefix cache at the first admission; `None` before it.
     pub cached_tokens: Option<u32>,
+    /// Number of the prompt's tokens that the tenant has been charged for, or that were found in the prefix cache.
+    pub charged: usize,
     /// Number of context tokens that matched where the drafts of the step under way were found.
     pub matched: usize,
 }
@@ -122,6 +139,7 @@ impl Sequence {
             rescored: group.current.is_some().then_some(0),
             current: group.current,
             cached_tokens: None,
+            charged: 0,
             matched: 0,
         }
     }
@@ -152,6 +170,7 @@ impl Sequence {
             current: self.current.clone(),
             rescored: self.rescored,
             cached_tokens: self.cached_tokens,
+            charged: self.charged,
             matched: 0,
         }
     }

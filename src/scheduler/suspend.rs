@@ -23,6 +23,11 @@ impl Scheduler {
     /// Lets a suspended request run again. Its sequences recompute their KV, except for blocks that are still in the
     /// prefix cache.
     pub fn resume(&mut self, request: RequestKey) {
+        let of_sequence = self.suspended.iter().find(|(_, sequence)| sequence.key.group.request == request);
+        let tenant = of_sequence.map(|(id, _)| id.tenant).or_else(|| self.queue.tenant_of(request));
+        if let Some(tenant) = tenant.filter(|tenant| !self.is_active(*tenant)) {
+            self.tenants.lift(tenant);
+        }
         self.queue.resume(request);
         let sequences = self.suspended.extract_if(.., |_, sequence| sequence.key.group.request == request);
         self.waiting.extend(sequences);

@@ -148,6 +148,7 @@ impl Scheduler {
             accepted += 1;
         };
         self.stats.accepted_tokens += accepted as u64;
+        self.charge_drafts(&sequence, accepted as u64);
         sequence.advance(sequence.num_tokens() - 1, &mut self.cache);
         self.cache.truncate(&mut sequence.table, sequence.num_computed);
         match appended {

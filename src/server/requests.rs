@@ -12,7 +12,7 @@ use super::state::{ModelFacts, ServerState, ServingContext};
 use crate::engine::{AdapterReader, Command, GenerateCommand, RequestClient, ValidRequest};
 use crate::error::{Error, Result};
 use crate::memory::Charge;
-use crate::types::Owner;
+use crate::types::{Owner, Tenant};
 
 /// Requests of more bytes are parsed and tokenized on the blocking pool: an async thread may be kept busy for the few
 /// milliseconds that so much takes.
@@ -28,6 +28,7 @@ pub(super) struct ReceivedRequest<M> {
     pub(super) deadline: Deadline,
     /// The token's owner, who may abort the request.
     pub(super) owner: Option<Owner>,
+    pub(super) tenant: Tenant,
     /// Whether it is held, and not rejected, while the server is paused by the modes `wait` and `abort`.
     pub(super) waits_for_resume: bool,
 }
@@ -63,7 +64,7 @@ pub(super) async fn start<M: Send + 'static, W: Writer>(
         let arrived = Instant::now();
         let (context, in_flight) = server.admit()?;
         let model = context.model.clone();
-        let ReceivedRequest { message, takes_long, mut charge, deadline, owner, waits_for_resume } = received;
+        let ReceivedRequest { message, takes_long, mut charge, deadline, owner, tenant, waits_for_resume } = received;
         let parse = off_thread(takes_long, move || {
             let request = convert(message, &model, &mut charge)?;
             // The charge, which has covered the message, covers the parsed request from here on.
@@ -88,6 +89,7 @@ pub(super) async fn start<M: Send + 'static, W: Writer>(
         let adapter_reader = adapter_reader(server, &context);
         let client = RequestClient {
             owner,
+            tenant,
             arrived,
             cancel: flag,
             waits_for_resume,

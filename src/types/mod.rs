@@ -9,6 +9,7 @@ mod prompt;
 mod routing;
 mod sampling;
 mod stats;
+mod tenant;
 mod tool_calls;
 
 pub use mask::TokenMask;
@@ -21,7 +22,8 @@ pub use prompt::{Prompt, PromptImage};
 pub use rollout_kernels::{Distribution, Divergences, TaskReturns, TokenLogprobs};
 pub use routing::{ForcedRouting, RoutingFormat};
 pub use sampling::{FinishReason, SamplingParams, ThinkingBudget, sample_seed};
-pub use stats::{ENGINE_STATS, EngineStats};
+pub use stats::{ENGINE_STATS, EngineStats, TenantStats};
+pub use tenant::Tenant;
 pub use tool_calls::{ToolCallCounts, ToolFormat};
 
 /// Index of a token in the vocabulary.

@@ -115,6 +115,40 @@ engine_stats! {
     dropped_tokens,
 }
 
+/// The numbers of one tenant between two steps. Counters count from the start.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct TenantStats {
+    pub running_samples: u64,
+    pub waiting_samples: u64,
+    /// KV blocks that its sequences hold. Those that another tenant holds too count for both.
+    pub kv_blocks: u64,
+    pub prompt_tokens: u64,
+    pub generated_tokens: u64,
+}
+
+impl TenantStats {
+    /// Most tenants with numbers of their own, the last of which stands for all further ones.
+    pub const MOST: usize = 64;
+
+    /// Type, name and meaning of the metric of each number, in the order of [`TenantStats::values`].
+    pub const METRICS: [(&str, &str, &str); 5] = [
+        ("gauge", "rollout:tenant_running_samples", "Samples of the tenant that have a place in the batch."),
+        ("gauge", "rollout:tenant_waiting_samples", "Samples of the tenant that wait."),
+        ("gauge", "rollout:tenant_kv_blocks", "KV blocks that the tenant's sequences hold."),
+        ("counter", "rollout:tenant_prompt_tokens_total", "Tokens of the tenant's admitted prompts, once per prompt."),
+        ("counter", "rollout:tenant_generation_tokens_total", "Tokens sampled for the tenant."),
+    ];
+
+    pub fn values(&self) -> [u64; 5] {
+        [self.running_samples, self.waiting_samples, self.kv_blocks, self.prompt_tokens, self.generated_tokens]
+    }
+
+    pub fn from_values(values: [u64; 5]) -> Self {
+        let [running_samples, waiting_samples, kv_blocks, prompt_tokens, generated_tokens] = values;
+        Self { running_samples, waiting_samples, kv_blocks, prompt_tokens, generated_tokens }
+    }
+}
+
 /// Adds the numbers of two parts of the engine. Each part leaves the other part's numbers at 0.
 impl Add for EngineStats {
     type Output = Self;

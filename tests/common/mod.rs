@@ -30,7 +30,7 @@ use rollout_server::memory::Backlog;
 use rollout_server::observe::Observer;
 use rollout_server::server::ServingContext;
 use rollout_server::startup::{self, EngineThread};
-use rollout_server::types::{ForcedRouting, Picture, Prompt, SamplingParams, TokenId, TokenLogprobs};
+use rollout_server::types::{ForcedRouting, Picture, Prompt, SamplingParams, Tenant, TokenId, TokenLogprobs};
 use rollout_server::weights::{
     DeclaredPush, Dtype, Parameters, Source, Sources, TensorEntry, UpdateHeader, UpdateKind, VerifiedPush,
 };
@@ -104,6 +104,7 @@ impl Engine {
         };
         let client = RequestClient {
             owner: None,
+            tenant: Tenant::default(),
             arrived: std::time::Instant::now(),
             waits_for_resume: true,
             cancel: cancel.clone(),

@@ -11,7 +11,7 @@ use rollout_server::engine::{
 };
 use rollout_server::error::{Error, Result};
 use rollout_server::memory::Backlog;
-use rollout_server::types::{Owner, Prompt, SamplingParams, TokenId};
+use rollout_server::types::{Owner, Prompt, SamplingParams, Tenant, TokenId};
 
 use super::book::Note;
 use super::faults::{Fault, PLANNED_PANIC};
@@ -164,6 +164,7 @@ impl World {
         };
         let client = RequestClient {
             owner,
+            tenant: Tenant::parse(&format!("t{}", number % 3), "tenant").unwrap(),
             arrived: self.now(),
             waits_for_resume: true,
             cancel: cancel.clone(),

@@ -140,6 +140,7 @@ impl World {
             traffic: traffic.clone(),
             max_adapters: dice.between(1, 3),
             max_lora_rank: dice.between(2, 3),
+            max_tenant_adapters: None,
             clock: Clock::Virtual(clock.clone()),
             observer,
             recorder,

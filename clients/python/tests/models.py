@@ -110,6 +110,12 @@ def random_adapter(rng, state, *, rank=4, scale=0.2, layers=None):
     return tensors, config
 
 
+def write_adapter(path, tensors, config):
+    path.mkdir(parents=True)
+    write_safetensors(path / "adapter_model.safetensors", tensors)
+    (path / "adapter_config.json").write_text(json.dumps(config))
+
+
 def random_factors(rng, module, a, b, scale):
     """The two tensors of a module's adapter, of the shapes `a` and `b`."""
     names = (f"base_model.model.{module}.lora_{factor}.weight" for factor in "AB")

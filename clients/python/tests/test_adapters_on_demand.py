@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import random
 import re
 import shutil
@@ -12,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 
-from models import random_adapter, read_model, write_safetensors
+from models import random_adapter, read_model, write_adapter
 from rollout_client import (
     DeadlineExceeded,
     FailedPrecondition,
@@ -54,12 +53,6 @@ class Served:
         with urllib.request.urlopen(f"http://{self.process.http_address}/metrics", timeout=30) as answer:
             text = answer.read().decode()
         return int(float(re.search(rf"^rollout:adapter_{what}_total (\S+)$", text, re.MULTILINE)[1]))
-
-
-def write_adapter(path, tensors, config):
-    path.mkdir(parents=True)
-    write_safetensors(path / "adapter_model.safetensors", tensors)
-    (path / "adapter_config.json").write_text(json.dumps(config))
 
 
 @pytest.fixture(scope="module")

@@ -164,6 +164,7 @@ def test_abort_info_status_reset(call, fake):
         tokens_per_second=1.5,
         stall={"reported": 5, "phase": "decode", "seconds": 61.5},
         tool_calls=[{"format": "hermes", "parsed": 5, "unknown_tool": 1, "unclosed": 2}],
+        tenants=[{"name": "a", "running_samples": 1, "kv_blocks": 3, "prompt_tokens": 4}, {"waiting_samples": 2}],
     )
     fake.answers["ResetPrefixCache"] = lambda request, context: _proto.RESET_PREFIX_CACHE.response(blocks=9)
     assert call(lambda client: client.abort("a")) == rollout_client.AbortResult(["a"], ["b"])
@@ -176,6 +177,8 @@ def test_abort_info_status_reset(call, fake):
     assert (status.total_blocks, status.free_blocks, status.tokens_per_second) == (8, 7, 1.5)
     assert status.tool_calls == {"hermes": rollout_client.ToolCalls(5, 1, 0, 2)}
     assert status.tool_calls["hermes"].malformed == 3
+    tenant = rollout_client.TenantStatus
+    assert status.tenants == {"a": tenant(1, 0, 3, 4, 0), "": tenant(0, 2, 0, 0, 0)}
     assert status.stall == rollout_client.Stall(5, "decode", None, 61.5, False)
     assert call(lambda client: client.reset_prefix_cache()) == 9
 

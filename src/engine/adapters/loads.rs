@@ -13,10 +13,13 @@ use crate::engine::core::{EngineCore, Failure};
 use crate::engine::request_state::RequestState;
 use crate::error::{Error, Result};
 use crate::executor::Executor;
+use crate::types::Tenant;
 
 /// The load under way.
 pub(super) struct AdapterLoad {
     name: String,
+    /// That of the request for which it is read.
+    tenant: Tenant,
     /// `None` while it is read; afterwards it waits for a slot.
     read: Option<ReadAdapter>,
 }
@@ -64,6 +67,16 @@ impl Adapters {
         let names: BTreeSet<&str> = request.adapter_names().collect();
         let stays = |status: &AdapterStatus| !status.retired && !status.on_demand && !names.contains(&*status.name);
         let staying = self.resident.iter().filter(|resident| stays(&resident.status)).count();
+        let lacking = names.iter().filter(|name| self.named(name).is_none()).count();
+        let is_own = |status: &AdapterStatus| stays(status) && status.tenant == request.client.tenant;
+        let own = self.resident.iter().filter(|resident| is_own(&resident.status)).count();
+        if let Some(most) = self.max_of_tenant.filter(|most| lacking > 0 && lacking + own > *most) {
+            return Err(Error::ResourceExhausted(format!(
+                "adapter: the request needs {lacking} more of --tenant-max-adapters {most}, and the tenant {:?} has {own} \
+                 that were pushed or loaded by name; remove some of these first",
+                request.client.tenant.as_str()
+            )));
+        }
         if names.len() + staying <= self.max_adapters {
             return Ok(());
         }
@@ -78,7 +91,7 @@ impl Adapters {
     /// Begins to read an adapter that `request` lacks, unless a load is under way.
     pub fn begin_load(&mut self, request: &RequestState) {
         if let (None, Some(name), Some(read)) = (&self.load, self.lacking(request), request.adapter_reader()) {
-            self.load = Some(AdapterLoad { name: name.to_owned(), read: None });
+            self.load = Some(AdapterLoad { name: name.to_owned(), tenant: request.client.tenant.clone(), read: None });
             read(name);
         }
     }
@@ -115,9 +128,9 @@ impl Adapters {
         first: Option<&RequestState>,
         is_wanted: impl Fn(&str) -> bool,
     ) -> Result<LoadOutcome> {
-        let Some(AdapterLoad { name, read }) = self.load.take() else { return Ok(LoadOutcome::Ended) };
+        let Some(AdapterLoad { name, tenant, read }) = self.load.take() else { return Ok(LoadOutcome::Ended) };
         let Some(read) = read else {
-            self.load = Some(AdapterLoad { name, read });
+            self.load = Some(AdapterLoad { name, tenant, read });
             return Ok(LoadOutcome::Waiting);
         };
         if self.named(&name).is_some() || core.check_serving().is_err() {
@@ -128,16 +141,19 @@ impl Adapters {
             return Ok(LoadOutcome::Failed(name, error));
         }
         let used: BTreeSet<&str> = first.iter().flat_map(|request| request.adapter_names()).collect();
-        let may_leave = |status: &AdapterStatus| status.on_demand && !used.contains(&*status.name);
-        let Some(evicted) = self.find_slot(core, &name, may_leave) else {
+        let is_full = self.quota_of(&tenant, &name).is_some();
+        let may_leave = |status: &AdapterStatus| {
+            status.on_demand && !used.contains(&*status.name) && (!is_full || status.tenant == tenant)
+        };
+        let Some(evicted) = self.find_slot(core, &name, &tenant, may_leave) else {
             if is_wanted(&name) {
                 self.free_slot(may_leave);
-                self.load = Some(AdapterLoad { name, read: Some(read) });
+                self.load = Some(AdapterLoad { name, tenant, read: Some(read) });
                 return Ok(LoadOutcome::Waiting);
             }
             return Ok(LoadOutcome::Ended);
         };
-        let origin = Origin { directory: Some(read.directory), on_demand: true };
+        let origin = Origin { tenant, directory: Some(read.directory), on_demand: true };
         match self.put(core, &name, &read.adapter, evicted, origin) {
             Ok(_) => {
                 self.counts.loaded += 1;

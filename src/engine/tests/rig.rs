@@ -10,7 +10,7 @@ use crate::engine::*;
 use crate::memory::{Backlog, MemoryBudget, MemoryUse, Traffic};
 use crate::observe::Observer;
 use crate::scheduler::{ImageScheduling, SchedulerConfig, Speculation};
-use crate::types::{Prompt, SamplingParams, TokenId};
+use crate::types::{Prompt, SamplingParams, Tenant, TokenId};
 use crate::weights::{
     Adapter, AdapterSpec, AdapterTensor, Delta, Dtype, ParamSpec, Parameters, ReceiveMode, ShadowWeights, ShardRule,
     StagingBytes, TensorData, TensorEntry, Tensors, UpdateHeader, UpdateKind, WeightUpdate,
@@ -112,6 +112,7 @@ pub fn ask(id: &str, prompt: usize, max_tokens: u32) -> (GenerateCommand, Asked)
     };
     let client = RequestClient {
         owner: None,
+        tenant: Tenant::default(),
         arrived: std::time::Instant::now(),
         waits_for_resume: true,
         cancel: cancel.clone(),
@@ -249,6 +250,7 @@ impl Rig {
             traffic,
             max_adapters: 2,
             max_lora_rank: 8,
+            max_tenant_adapters: None,
             clock: Clock::System,
             observer,
             recorder,

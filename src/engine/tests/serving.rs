@@ -13,7 +13,9 @@ use crate::executor::{MemoryKind, Released, WeightOrder};
 use crate::memory::{Backlog, MemoryBudget, Traffic};
 use crate::observe::Observer;
 use crate::scheduler::{ImageScheduling, SchedulerConfig, Speculation};
-use crate::types::{FinishReason, Prompt, SamplingParams, StepOutput, StepPlan, TokenId, TokenLogprobs, WeightVersion};
+use crate::types::{
+    FinishReason, Prompt, SamplingParams, StepOutput, StepPlan, Tenant, TokenId, TokenLogprobs, WeightVersion,
+};
 use crate::weights::{Dtype, ParamSpec, Parameters, ShadowWeights};
 
 const PATIENCE: Duration = Duration::from_secs(20);
@@ -115,6 +117,7 @@ impl Fixture {
             traffic: Traffic::new(TRAFFIC_BYTES),
             max_adapters: 0,
             max_lora_rank: 1,
+            max_tenant_adapters: None,
             clock: Clock::System,
             observer,
             recorder,
@@ -161,6 +164,7 @@ impl Fixture {
         };
         let client = RequestClient {
             owner: None,
+            tenant: Tenant::default(),
             arrived: std::time::Instant::now(),
             waits_for_resume: true,
             cancel: cancel.clone(),

@@ -12,6 +12,7 @@ mod ledger;
 mod look;
 mod number;
 mod render;
+mod tenants;
 mod tool_calls;
 
 use std::array::from_fn;
@@ -25,6 +26,7 @@ use ledger::LedgerGauges;
 use number::{Bounds, FIRST_TOKEN, LATENCY, NEXT_TOKEN, ORDER, SAMPLES, STEP, STEP_TOKENS, TOKENS, Unit};
 pub use number::{Counter, Gauge, Histogram};
 pub use render::{ServedFacts, ServerFacts};
+pub use tenants::TenantMetrics;
 pub use tool_calls::ToolCallMetrics;
 
 use crate::error::Error;
@@ -121,6 +123,7 @@ pub struct Metrics {
     woken_bytes: Counter,
 
     // The server.
+    pub tenants: TenantMetrics,
     pub tool_calls: ToolCallMetrics,
     /// Reports of the watchdog.
     pub stalls: Counter,
@@ -176,6 +179,7 @@ impl Default for Metrics {
             slept_bytes: from_fn(|_| Counter::default()),
             wake_time: from_fn(|_| seconds(ORDER)),
             woken_bytes: Counter::default(),
+            tenants: TenantMetrics::default(),
             tool_calls: ToolCallMetrics::default(),
             stalls: Counter::default(),
             connections: Gauge::default(),

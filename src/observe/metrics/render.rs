@@ -6,7 +6,7 @@ use super::{Histogram, Lifecycle, Metrics, PushKind, SleepState, StepKind, TRANS
 use crate::config::MetricNames;
 use crate::memory::MemoryReport;
 use crate::observe::Timeline;
-use crate::types::{ENGINE_STATS, EngineStats};
+use crate::types::{ENGINE_STATS, EngineStats, TenantStats};
 
 /// Facts from outside the engine, read at each scrape.
 #[derive(Clone, Debug, Default)]
@@ -44,6 +44,7 @@ impl Metrics {
         let stats = self.engine();
         engine(&mut text, &stats);
         self.requests(&mut text);
+        self.tenants(&mut text);
         self.tool_calls(&mut text);
         self.latencies(&mut text, [&self.request_time, &self.queue_time, &self.prompt_lengths], u64::MAX);
         cache(&mut text, &stats);
@@ -78,6 +79,16 @@ impl Metrics {
         text.begin("rollout:request_success_total", C, "Samples that have ended, by reason.");
         for (reason, count) in Finished::ALL.iter().zip(&self.finished) {
             text.sample(&[("finished_reason", reason.name())], count.get());
+        }
+    }
+
+    fn tenants(&self, text: &mut Exposition<'_>) {
+        let tenants = self.tenants.snapshot();
+        for (index, (kind, name, help)) in TenantStats::METRICS.into_iter().enumerate() {
+            text.begin(name, kind, help);
+            for (tenant, stats) in &tenants {
+                text.sample(&[("tenant", tenant.as_str())], stats.values()[index]);
+            }
         }
     }
 

@@ -145,8 +145,15 @@ impl Scheduler {
 }
 
 impl GroupState {
-    pub(super) fn new(admission: u64, live_samples: usize) -> Self {
-        Self { admission, live_samples, ended: Vec::new(), index: None, acceptance: Acceptance::default() }
+    /// The state of a group whose first sequence is `first`.
+    pub(super) fn new(first: SeqId, live_samples: usize) -> Self {
+        let SeqId { tenant, admission, .. } = first;
+        Self { tenant, admission, live_samples, ended: Vec::new(), index: None, acceptance: Acceptance::default() }
+    }
+
+    /// Id of the sequence of a sample.
+    pub(super) fn id(&self, sample_index: u32) -> SeqId {
+        SeqId { tenant: self.tenant, admission: self.admission, sample_index }
     }
 
     /// Keeps the output of a sample that has ended, if there is room for all of it.

@@ -16,7 +16,7 @@ const MAX_MODEL_LEN: usize = 40;
 const MAX_IMAGE_TOKENS: usize = 12;
 const REQUESTS: u64 = 16;
 
-fn stop_string(logprobs: &TokenLogprobs) -> bool {
+pub(super) fn stop_string(logprobs: &TokenLogprobs) -> bool {
     logprobs.raw.to_bits().is_multiple_of(61)
 }
 
@@ -29,7 +29,7 @@ fn random_speculation(rng: &mut ChaCha8Rng) -> Speculation {
     }
 }
 
-fn random_config(rng: &mut ChaCha8Rng) -> (SchedulerConfig, usize, usize) {
+pub(super) fn random_config(rng: &mut ChaCha8Rng) -> (SchedulerConfig, usize, usize) {
     let config = SchedulerConfig {
         max_num_seqs: rng.random_range(1..=12),
         max_batch_tokens: *[1, 3, 8, 20, 64].choose(rng).expect("not empty"),
@@ -92,7 +92,7 @@ fn random_params(rng: &mut ChaCha8Rng) -> SamplingParams {
     }
 }
 
-fn random_request(rng: &mut ChaCha8Rng, request: u64) -> Vec<Group> {
+pub(super) fn random_request(rng: &mut ChaCha8Rng, request: u64) -> Vec<Group> {
     let params = Arc::new(random_params(rng));
     let weights = *[PolicyWeights::Adapter(1), PolicyWeights::Base].choose(rng).expect("not empty");
     let weights = if rng.random_bool(0.2) { weights } else { PolicyWeights::Serving };
@@ -118,7 +118,7 @@ fn random_request(rng: &mut ChaCha8Rng, request: u64) -> Vec<Group> {
 }
 
 /// An event beside the steps, possibly during a step.
-fn disturb(harness: &mut Harness, rng: &mut ChaCha8Rng, num_requests: u64) {
+pub(super) fn disturb(harness: &mut Harness, rng: &mut ChaCha8Rng, num_requests: u64) {
     if num_requests > 0 && rng.random_bool(0.02) {
         harness.abort(RequestKey(rng.random_range(0..num_requests)));
     }
@@ -215,7 +215,7 @@ fn alone(group: &Group, sample_index: usize, repeats: bool) -> GroupResult {
     harness.results.remove(&key).expect("it was added")
 }
 
-fn compare_with_alone(group: &Group, result: &GroupResult, repeats: bool) {
+pub(super) fn compare_with_alone(group: &Group, result: &GroupResult, repeats: bool) {
     assert!(result.done != result.aborted, "{:?} has ended once", group.key);
     if matches!(group.kind, GroupKind::Score { .. }) && result.done {
         assert_eq!(result.prompt_logprobs, alone(group, 0, repeats).prompt_logprobs);

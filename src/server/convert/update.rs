@@ -7,6 +7,7 @@ use crate::engine::{AdapterStatus, AdapterTarget, RunningPolicy, UpdateReply, Up
 use crate::error::{Error, Result};
 use crate::observe::{PushGuard, PushKind, Transport};
 use crate::server::pb;
+use crate::types::Tenant;
 use crate::weights::{Allocation, DeltaStore, Dtype, Source, TensorEntry, UpdateHeader, UpdateKind};
 
 /// Longest adapter_config.json in bytes: one that names each module of a large model has some 100 KiB.
@@ -76,6 +77,7 @@ pub(in crate::server) fn header(header: pb::Header) -> Result<(UpdateHeader, Vec
         kind,
         source,
         adapter: adapter_target(header.adapter, header.expected_generation, header.evict_adapter)?,
+        tenant: Tenant::default(),
         adapter_config: header.adapter_config,
         expected_version: header.expected_version,
         new_version: header.new_version,

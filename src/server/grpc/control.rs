@@ -11,7 +11,7 @@ use crate::memory::{MemoryReport, MemoryUse, resident_bytes};
 use crate::observe::Metrics;
 use crate::server::calls::ask;
 use crate::server::{ImageRules, RoutingRules, ServerState, ServingContext, convert, lifecycle, pb};
-use crate::types::ToolCallCounts;
+use crate::types::{Tenant, TenantStats, ToolCallCounts};
 
 pub(super) struct ControlService {
     server: ServerState,
@@ -45,6 +45,7 @@ impl pb::control_server::Control for ControlService {
             status.uptime_seconds = self.started.elapsed().as_secs_f64();
             status.internal_errors += self.server.panics.count();
             status.tool_calls = tool_calls(&self.server.observer.metrics);
+            status.tenants = tenants(&self.server.observer.metrics);
             status.stall = self.server.observer.journal.last_stall().map(|stall| convert::stall(&stall));
             Ok(status)
         };
@@ -130,6 +131,18 @@ fn routing_info(rules: &RoutingRules) -> pb::RoutingInfo {
         experts: count(rules.format.experts),
         returned: rules.is_kept,
     }
+}
+
+fn tenants(metrics: &Metrics) -> Vec<pb::TenantStatus> {
+    let status = |(name, stats): (Tenant, TenantStats)| pb::TenantStatus {
+        name: name.to_string(),
+        running_samples: count(stats.running_samples),
+        waiting_samples: count(stats.waiting_samples),
+        kv_blocks: count(stats.kv_blocks),
+        prompt_tokens: stats.prompt_tokens,
+        generated_tokens: stats.generated_tokens,
+    };
+    metrics.tenants.snapshot().into_iter().map(status).collect()
 }
 
 fn tool_calls(metrics: &Metrics) -> Vec<pb::ToolCalls> {

@@ -73,7 +73,7 @@ pub(super) async fn authenticate(State(access): State<Access>, mut request: Requ
 
 /// The caller that [`authenticate`] has found.
 pub(super) fn caller_of<T>(request: &tonic::Request<T>) -> Caller {
-    request.extensions().get().copied().unwrap_or_default()
+    request.extensions().get().cloned().unwrap_or_default()
 }
 
 /// Reads the deadline of a call (INVALID_ARGUMENT if it is malformed). tonic applies `grpc-timeout` only until the

@@ -35,15 +35,24 @@ impl RolloutService {
         &self,
         mut request: Request<M>,
         takes_long: bool,
+        tenant: fn(&mut M) -> &mut String,
         convert: impl FnOnce(M, &ModelFacts, &mut Charge) -> Result<ValidRequest> + Send + 'static,
         writer: impl FnOnce(&ValidRequest) -> W,
     ) -> Answer<Replies<W::Message>> {
-        let (deadline, owner) = (deadline_of(&request), caller_of(&request).owner);
+        let (deadline, caller) = (deadline_of(&request), caller_of(&request));
         let traffic = self.server.traffic().map_err(to_status)?;
         let charge = charge_of(&mut request, &traffic);
-        let message = request.into_inner();
-        let received =
-            ReceivedRequest { message, takes_long, charge, deadline: deadline.clone(), owner, waits_for_resume: true };
+        let mut message = request.into_inner();
+        let tenant = caller.tenant_of(&std::mem::take(tenant(&mut message))).map_err(to_status)?;
+        let received = ReceivedRequest {
+            message,
+            takes_long,
+            charge,
+            deadline: deadline.clone(),
+            owner: caller.owner,
+            tenant,
+            waits_for_resume: true,
+        };
         let replies = answer(deadline, start(&self.server, received, convert, writer)).await?;
         Ok(replies.map(|replies| Box::pin(replies.map(|message| message.map_err(to_status))) as Replies<_>))
     }
@@ -56,14 +65,14 @@ impl pb::rollout_server::Rollout for RolloutService {
 
     async fn generate(&self, request: Request<pb::GenerateRequest>) -> Answer<Self::GenerateStream> {
         let takes_long = takes_long(request.get_ref(), request.get_ref().encoded_len());
-        self.start(request, takes_long, convert::generate, GenerateWriter::new).await
+        self.start(request, takes_long, |request| &mut request.tenant, convert::generate, GenerateWriter::new).await
     }
 
     async fn score(&self, request: Request<pb::ScoreRequest>) -> Answer<Self::ScoreStream> {
         let convert = convert::score;
         let has_images = !request.get_ref().images.is_empty();
         let takes_long = has_images || request.get_ref().encoded_len() > INLINE_PARSE_BYTES;
-        self.start(request, takes_long, convert, ScoreWriter::new).await
+        self.start(request, takes_long, |request| &mut request.tenant, convert, ScoreWriter::new).await
     }
 
     async fn abort(&self, request: Request<pb::AbortRequest>) -> Answer<pb::AbortResponse> {

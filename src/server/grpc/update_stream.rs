@@ -18,7 +18,7 @@ use sync_wrapper::SyncWrapper;
 use tokio_stream::{Stream, StreamExt as _};
 use tonic::Status;
 
-use super::middleware::{Answer, answer, deadline_of};
+use super::middleware::{Answer, answer, caller_of, deadline_of};
 use super::receive::{PREFIX_BYTES, message_bytes};
 use super::status::to_status;
 use crate::engine::{Activity, UpdateSender};
@@ -28,6 +28,8 @@ use crate::observe::PushGuard;
 use crate::server::pb::update_request::Kind;
 use crate::server::pushes::{self, PushThread, StagedUpdate};
 use crate::server::{ServerState, ServingContext, convert, pb};
+use crate::types::Tenant;
+use crate::weights::UpdateHeader;
 
 /// Largest chunk of a tensor in bytes: how much room a client must have for one, and how much it loses with a bad
 /// message.
@@ -54,7 +56,7 @@ pub(super) async fn set_body_aside(mut request: Request, next: Next) -> Response
 
 /// One transaction, within the deadline of its call.
 pub(super) async fn receive<T>(server: &ServerState, mut request: tonic::Request<T>) -> Answer<pb::UpdateResponse> {
-    let deadline = deadline_of(&request);
+    let (deadline, tenant) = (deadline_of(&request), caller_of(&request).tenant);
     let peer = request.remote_addr().map_or_else(|| "an unknown address".into(), |peer| peer.to_string());
     let body = request.extensions_mut().remove::<UpdateBody>();
     let body = body.and_then(|body| Arc::into_inner(body.0)).map(SyncWrapper::into_inner);
@@ -63,7 +65,7 @@ pub(super) async fn receive<T>(server: &ServerState, mut request: tonic::Request
     let receive = |context: Arc<ServingContext>, sender: UpdateSender, noted| async move {
         let (frames, activity) = (body.into_data_stream(), sender.activity.clone());
         let messages = UpdateMessages::new(frames, &traffic, activity, context.update_idle);
-        receive_push(&context, messages, sender, noted).await
+        receive_push(&context, messages, tenant, sender, noted).await
     };
     answer(deadline, pushes::transact(server, peer, receive)).await
 }
@@ -72,6 +74,7 @@ pub(super) async fn receive<T>(server: &ServerState, mut request: tonic::Request
 async fn receive_push(
     context: &Arc<ServingContext>,
     mut messages: UpdateMessages,
+    tenant: Tenant,
     sender: UpdateSender,
     noted: PushGuard,
 ) -> Result<StagedUpdate> {
@@ -79,6 +82,7 @@ async fn receive_push(
         return Err(Error::invalid("header", "is missing; it is the first message of an update"));
     };
     let (header, tensors) = convert::header(header)?;
+    let header = UpdateHeader { tenant, ..header };
     let mut declared = tensors.len();
     let mut push = PushThread::open(context, header, tensors, sender, noted).await?;
     loop {

@@ -99,13 +99,20 @@ pub(super) async fn check_origin(
     Ok(next.run(request).await)
 }
 
+/// The tenant that a request names, as the field `tenant` of gRPC.
+const TENANT_HEADER: &str = "x-tenant";
+
 /// Checks that a request's token has the role, before the body is received. Inserts the caller into the extensions.
 pub(super) async fn authenticate(
     State((access, role)): State<(Access, Role)>,
     mut request: Request,
     next: Next,
 ) -> HttpResult<Response> {
-    let caller = access.check(request.headers(), role, request.uri().path())?;
+    let mut caller = access.check(request.headers(), role, request.uri().path())?;
+    if let Some(named) = request.headers().get(TENANT_HEADER) {
+        let named = named.to_str().map_err(|_| Error::invalid(TENANT_HEADER, "is not printable ASCII"))?;
+        caller.tenant = caller.tenant_of(named)?;
+    }
     request.extensions_mut().insert(caller);
     Ok(next.run(request).await)
 }

@@ -114,7 +114,7 @@ impl FromRequest<AppState> for RawBody {
         if let Some(length) = length.filter(|length| *length > MAX_BODY_BYTES) {
             return Err(too_large(length));
         }
-        let caller = request.extensions().get().copied().unwrap_or_default();
+        let caller = request.extensions().get().cloned().unwrap_or_default();
         let mut text = BytesMut::new();
         // The connection has broken, or its chunks are malformed.
         let broken = |error| Error::invalid("body", format!("broke off: {error}"));

@@ -18,6 +18,7 @@ use crate::memory::{Charge, Traffic};
 use crate::server::calls::Deadline;
 use crate::server::replies::Writer;
 use crate::server::requests::{ReceivedRequest, start, takes_long};
+use crate::server::security::Caller;
 use crate::server::{ModelFacts, ServingContext, convert, pb};
 use crate::text::ReasoningFormat;
 use crate::types::TokenLogprobs;
@@ -83,7 +84,8 @@ pub(super) async fn sample<T, S: Samples, W: FnOnce(&ValidRequest, &Traffic) -> 
     let deadline = Deadline::new(None, &app.server);
     // As vLLM since 0.33.
     let waits_for_resume = false;
-    let received = ReceivedRequest { message, takes_long, charge, deadline, owner: caller.owner, waits_for_resume };
+    let Caller { owner, tenant, .. } = caller;
+    let received = ReceivedRequest { message, takes_long, charge, deadline, owner, tenant, waits_for_resume };
     let writer = |request: &ValidRequest| SampleWriter {
         is_stream,
         last: (None, String::new()),

@@ -10,7 +10,8 @@ use crate::error::{Error, Result};
 use crate::server::convert;
 use crate::server::pb;
 use crate::server::state::{ServerState, ServingContext, Stage};
-use crate::weights::Sources;
+use crate::types::Tenant;
+use crate::weights::{Sources, UpdateHeader};
 
 /// Makes the adapter in `directory`, below the server's `--weights-dir`, resident as `name`. If no slot is free, it
 /// takes that of the least recently used adapter that no request uses.
@@ -19,7 +20,7 @@ use crate::weights::Sources;
 /// `VersionConflict` if the name is taken, unless it `replaces` that adapter; those of a push.
 pub(in crate::server) async fn load_adapter(
     server: &ServerState,
-    peer: String,
+    (peer, tenant): (String, Tenant),
     name: &str,
     directory: &str,
     replaces: bool,
@@ -34,6 +35,7 @@ pub(in crate::server) async fn load_adapter(
         ..pb::Header::default()
     };
     let (header, tensors) = convert::header(header)?;
+    let header = UpdateHeader { tenant, ..header };
     let push = async move |context: Arc<ServingContext>, sender: UpdateSender, noted| {
         PushThread::open(&context, header, tensors, sender, noted).await?.finish().await
     };
@@ -63,14 +65,13 @@ pub(in crate::server) async fn load_modules(
         let sources = Arc::new(Sources::new(Some(path.clone())).with_traffic(context.traffic.clone()));
         let (setter, loading) = ServerState::new(server.observer.clone());
         setter.set(Stage::Serving(Arc::new(ServingContext { sources, ..context.clone() })));
-        load_adapter(&loading, "--lora-modules".into(), name, &path.to_string_lossy(), false).await.map_err(
-            |error| match error {
-                Error::NotFound(_) => failed(&"the directory needs adapter_config.json and adapter_model.safetensors"),
-                Error::VersionConflict(_) => failed(&"another module has this name"),
-                Error::InvalidArgument { message, .. } => failed(&message),
-                error => failed(&error),
-            },
-        )?;
+        let operator = ("--lora-modules".into(), Tenant::default());
+        load_adapter(&loading, operator, name, &path.to_string_lossy(), false).await.map_err(|error| match error {
+            Error::NotFound(_) => failed(&"the directory needs adapter_config.json and adapter_model.safetensors"),
+            Error::VersionConflict(_) => failed(&"another module has this name"),
+            Error::InvalidArgument { message, .. } => failed(&message),
+            error => failed(&error),
+        })?;
     }
     Ok(())
 }

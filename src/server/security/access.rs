@@ -11,7 +11,7 @@ use subtle::ConstantTimeEq;
 use tokio::sync::watch;
 
 use crate::error::{Error, Result};
-use crate::types::Owner;
+use crate::types::{Owner, Tenant};
 
 /// Fewest characters of a token: an attacker cannot try all 16 random hexadecimal digits through a network.
 const MIN_TOKEN_CHARS: usize = 16;
@@ -42,7 +42,7 @@ impl Role {
     }
 }
 
-/// The tokens of a token file. Each line is `role token`; lines that begin with `#` and blank lines are comments.
+/// The tokens of a token file. Each line is `role token` or `role token tenant`; lines that begin with `#` and blank lines are comments.
 /// Digests are kept instead of the tokens, so that a comparison reveals nothing of a token's length, and a dump of the
 /// memory no token.
 pub(super) struct Tokens(Vec<TokenEntry>);
@@ -50,6 +50,7 @@ pub(super) struct Tokens(Vec<TokenEntry>);
 struct TokenEntry {
     digest: [u8; 32],
     role: Role,
+    tenant: Tenant,
     /// Number of its line.
     line: usize,
 }
@@ -82,9 +83,9 @@ impl Tokens {
         Ok(Self(entries))
     }
 
-    /// The role and the owner that `token` stands for. The owner is the same for the same token, also after the file
+    /// The role, the owner and the tenant that `token` stands for. The owner is the same for the same token, also after the file
     /// was read again. The time that this takes depends on the length of `token` and on the number of tokens alone.
-    fn find(&self, token: &[u8]) -> Option<(Role, Owner)> {
+    fn find(&self, token: &[u8]) -> Option<(Role, Owner, Tenant)> {
         let digest = digest(token);
         let mut found = None;
         for entry in &self.0 {
@@ -92,7 +93,7 @@ impl Tokens {
                 found = Some(entry);
             }
         }
-        found.map(|entry| (entry.role, owner(&entry.digest)))
+        found.map(|entry| (entry.role, owner(&entry.digest), entry.tenant.clone()))
     }
 }
 
@@ -105,8 +106,9 @@ impl TokenEntry {
             _ => return Err("does not begin with `generate` or `control`; a line is `role token`".into()),
         };
         let token = words.next().ok_or("has a role and no token")?;
+        let tenant = Tenant::parse(words.next().unwrap_or_default(), "tenant").map_err(|error| error.to_string())?;
         if words.next().is_some() {
-            return Err("has more than a role and a token; tokens have no spaces".into());
+            return Err("has more than a role, a token and a tenant; none of them has spaces".into());
         }
         if !(MIN_TOKEN_CHARS..=MAX_TOKEN_CHARS).contains(&token.len()) {
             return Err(format!(
@@ -118,7 +120,7 @@ impl TokenEntry {
         if !token.bytes().all(|byte| byte.is_ascii_graphic()) {
             return Err("the token has characters that no header can carry; use letters, digits and -._~+/=".into());
         }
-        Ok(Self { digest: digest(token.as_bytes()), role, line: number })
+        Ok(Self { digest: digest(token.as_bytes()), role, tenant, line: number })
     }
 }
 
@@ -140,12 +142,34 @@ pub(in crate::server) struct Access {
 }
 
 /// Who makes a call that is allowed.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(in crate::server) struct Caller {
     /// Owner of the requests that the call starts; None without a token file.
     pub(in crate::server) owner: Option<Owner>,
     /// The owner whose requests alone the caller may end; None for one who may end all.
     pub(in crate::server) limited_to: Option<Owner>,
+    /// The tenant of the requests that the call starts, unless they name another.
+    pub(in crate::server) tenant: Tenant,
+}
+
+impl Caller {
+    /// The tenant of a request that names `named`; an empty name is none.
+    ///
+    /// # Errors
+    /// `InvalidArgument` if `named` cannot be the name of a tenant; `PermissionDenied` if a caller with the role `generate` names
+    /// another than its own.
+    pub(in crate::server) fn tenant_of(&self, named: &str) -> Result<Tenant> {
+        if named.is_empty() {
+            return Ok(self.tenant.clone());
+        }
+        let named = Tenant::parse(named, "tenant")?;
+        if self.limited_to.is_some() && named != self.tenant {
+            return Err(Error::PermissionDenied(
+                "tenant: is not that of the token; a token with the role generate may name no other".into(),
+            ));
+        }
+        Ok(named)
+    }
 }
 
 impl Access {
@@ -171,10 +195,10 @@ impl Access {
         }
         let token = bearer(headers)?;
         let known = tokens.borrow().find(token);
-        let (has, owner) = known.ok_or_else(|| Error::Unauthenticated("invalid bearer token".into()))?;
+        let (has, owner, tenant) = known.ok_or_else(|| Error::Unauthenticated("invalid bearer token".into()))?;
         match (has, role) {
-            (Role::Control, _) => Ok(Caller { owner: Some(owner), limited_to: None }),
-            (Role::Generate, Role::Generate) => Ok(Caller { owner: Some(owner), limited_to: Some(owner) }),
+            (Role::Control, _) => Ok(Caller { owner: Some(owner), limited_to: None, tenant }),
+            (Role::Generate, Role::Generate) => Ok(Caller { owner: Some(owner), limited_to: Some(owner), tenant }),
             _ => Err(Error::PermissionDenied(format!(
                 "{name} needs a token with the role {}; this one has the role {}",
                 role.name(),
@@ -289,6 +313,34 @@ mod tests {
     }
 
     #[test]
+    fn a_token_stands_for_its_tenant_and_control_for_any() {
+        let text = format!("generate {ONE} team-a\ncontrol {TWO}  team-b \ngenerate {USER}\n");
+        let tokens = Tokens::parse(text.as_bytes()).unwrap();
+        let access = Access::new(Some(watch::channel(Arc::new(tokens)).1));
+        let caller = |token| check(&access, &[&format!("Bearer {token}")], Role::Generate).expect("may generate");
+        let tenant = |token, named| caller(token).tenant_of(named).map(|tenant| tenant.to_string());
+        for (token, named, expected) in [
+            (ONE, "", "team-a"),
+            (ONE, "team-a", "team-a"),
+            (TWO, "", "team-b"),
+            (TWO, "team-a", "team-a"),
+            (USER, "", ""),
+        ] {
+            assert_eq!(tenant(token, named).expect("allowed"), expected, "{named:?}");
+        }
+        for token in [ONE, USER] {
+            let refused = tenant(token, "team-b").expect_err("another's");
+            assert!(matches!(&refused, Error::PermissionDenied(why) if why.starts_with("tenant: ")), "{refused}");
+        }
+        let refused = tenant(TWO, "a b").expect_err("no name");
+        assert!(matches!(&refused, Error::InvalidArgument { field, .. } if field == "tenant"), "{refused}");
+        assert_eq!(
+            Access::new(None).check(&HeaderMap::new(), Role::Generate, "").unwrap().tenant_of("x").unwrap().as_str(),
+            "x"
+        );
+    }
+
+    #[test]
     fn a_wrong_line_is_named_without_its_text() {
         for (text, part) in [
             ("".to_owned(), "has no token"),
@@ -296,7 +348,9 @@ mod tests {
             (format!("generate {ONE}\n{TWO}\n"), "line 2: does not begin with `generate` or `control`"),
             (format!("{TWO} control"), "line 1: does not begin"),
             ("control".into(), "line 1: has a role and no token"),
-            (format!("control {ONE} {TWO}"), "line 1: has more than a role and a token"),
+            (format!("control {ONE} {TWO} {TWO}"), "line 1: has more than a role, a token and a tenant"),
+            (format!("control {ONE} t\u{e9}am"), "line 1: tenant: has other characters"),
+            (format!("control {ONE} {}", "x".repeat(65)), "line 1: tenant: has 65 bytes"),
             ("control short-token".into(), "line 1: the token has 11 characters; give 16 to 1024"),
             (format!("control {}", "x".repeat(1025)), "line 1: the token has 1025 characters"),
             ("control 0123456789abcdef\u{e9}".into(), "line 1: the token has characters that no header"),

@@ -4,7 +4,7 @@
 use rollout_kernels::MemoryHandle;
 
 use crate::error::{Error, Result};
-use crate::types::WeightVersion;
+use crate::types::{Tenant, WeightVersion};
 use crate::weights::lora::AdapterTensor;
 use crate::weights::parameters::Dtype;
 
@@ -14,6 +14,8 @@ pub struct UpdateHeader {
     pub kind: UpdateKind,
     /// For LORA: the name under which the adapter becomes resident. `None` merges it into the policy.
     pub adapter: Option<AdapterTarget>,
+    /// The tenant among whose adapters it counts.
+    pub tenant: Tenant,
     /// For LORA: the text of `adapter_config.json`. Empty with [`Source::Directory`], where the directory has it.
     pub adapter_config: String,
     /// The version of the policy that the update is for. Always given for DELTA.
@@ -38,6 +40,7 @@ impl UpdateHeader {
         Self {
             kind,
             adapter: None,
+            tenant: Tenant::default(),
             adapter_config: String::new(),
             expected_version: None,
             new_version: None,

@@ -46,7 +46,7 @@ pub fn sleep(dice: &mut Dice) -> Call {
 }
 
 pub fn wake(dice: &mut Dice) -> Call {
-    let tags = dice.list(3, |dice| 1 + dice.enumeration(1));
+    let tags = dice.list(3, |dice| dice.enumeration(1).wrapping_add(1));
     let request = pb::WakeRequest { tags, reload: dice.coin() };
     patient(call(dice, "rollout.v1.Control/Wake", &request))
 }

@@ -136,7 +136,15 @@ fn generate_request(dice: &mut Dice) -> pb::GenerateRequest {
         logprob_token_ids: if lists && dice.one_in(4) { tokens(dice, 9).ids } else { Vec::new() },
         return_routing: dice.is_hostile() && dice.one_in(8),
         top_logprobs_of: if dice.is_hostile() { dice.below(5) as i32 - 1 } else { dice.below(3) as i32 },
+        tenant: tenant(dice),
     }
+}
+
+/// Names of tenants, which every client may use without a token file.
+fn tenant(dice: &mut Dice) -> String {
+    const WRONG: &[&str] =
+        &["two words", "\u{e9}", "\u{0}", "a name that is much longer than the names of tenants may be at most"];
+    (if dice.is_hostile() { dice.pick(WRONG) } else { dice.pick(&["", "", "a", "b"]) }).into()
 }
 
 fn time_limit(dice: &mut Dice) -> f64 {
@@ -342,6 +350,7 @@ pub fn score(dice: &mut Dice) -> Call {
         images: Vec::new(),
         return_routing: dice.is_hostile() && dice.one_in(8),
         routing: if dice.is_hostile() && dice.one_in(8) { vec![routing(dice)] } else { Vec::new() },
+        tenant: tenant(dice),
     };
     let mut call = call(dice, SCORE, &request);
     if request.min_weight_version.is_some() {

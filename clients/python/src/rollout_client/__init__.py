@@ -41,7 +41,7 @@ from .options import (
 from .process import ServerProcess
 from .returns import PolicyScore, Returned, Returns
 from .routing import Routing, RoutingInfo, join_routing
-from .status import MemoryLedger, OpenUpdate, ServerStatus, Stall, ToolCalls
+from .status import MemoryLedger, OpenUpdate, ServerStatus, Stall, TenantStatus, ToolCalls
 from .types import (
     AbortResult,
     AdapterInfo,
@@ -151,6 +151,7 @@ __all__ = [
     "StreamEvent",
     "StructuredOutputs",
     "Summary",
+    "TenantStatus",
     "Timeline",
     "Tls",
     "TokenDelta",

@@ -28,7 +28,7 @@ from ._fields import extend, known, set_field, set_rows
 from .errors import Internal, InvalidArgument
 from .options import GenerateStreamOptions, RequestOptions, ScoreOptions, refuse_unknown
 from .routing import Routing
-from .status import MemoryLedger, ServerStatus, Stall, ToolCalls
+from .status import MemoryLedger, ServerStatus, Stall, TenantStatus, ToolCalls
 from .types import (
     AbortResult,
     Chat,
@@ -150,6 +150,7 @@ def _set_request_options(request: Any, options: RequestOptions) -> None:
     if (returns := options.get("returns")) is not None:
         set_returns(request.returns, returns)
     set_field(request, "return_routing", options.get("return_routing", False), "return_routing")
+    set_field(request, "tenant", options.get("tenant") or "", "tenant")
     for name in ("if_weight_version", "min_weight_version"):
         version = options.get(name)
         if version is not None:
@@ -370,6 +371,16 @@ def server_status(response: Any) -> ServerStatus:
     values["tool_calls"] = {
         calls.format: ToolCalls(calls.parsed, calls.unknown_tool, calls.invalid, calls.unclosed)
         for calls in response.tool_calls
+    }
+    values["tenants"] = {
+        tenant.name: TenantStatus(
+            tenant.running_samples,
+            tenant.waiting_samples,
+            tenant.kv_blocks,
+            tenant.prompt_tokens,
+            tenant.generated_tokens,
+        )
+        for tenant in response.tenants
     }
     values["stall"] = _stall(response.stall) if response.HasField("stall") else None
     return ServerStatus(**values)

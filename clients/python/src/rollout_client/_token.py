@@ -11,7 +11,8 @@ _CONTROL_ROLE = "control"
 
 
 def read_token(path: str | os.PathLike[str]) -> str:
-    """The token in a file: its only word, or, as in the server's `--auth-token-file`, the token with the most rights.
+    """The token in a file: its only word, or, as in the server's `--auth-token-file`, the token with the most rights,
+    which may be followed by its tenant.
 
     Raises:
         InvalidArgument: the file cannot be read, or has no token.
@@ -22,6 +23,7 @@ def read_token(path: str | os.PathLike[str]) -> str:
         raise InvalidArgument(f"token file {path}: {getattr(error, 'strerror', None) or error}") from None
     words = [line.split() for line in lines if line.strip() and not line.lstrip().startswith("#")]
     words.sort(key=lambda line: line[0] != _CONTROL_ROLE)
-    if not words or len(words[0]) > 2:  # noqa: PLR2004 a role and a token
-        raise InvalidArgument(f"token file {path}: expected a token, alone or behind its role")
-    return words[0][-1]
+    match words:
+        case [[token], *_] | [[_, token], *_] | [[_, token, _], *_]:
+            return token
+    raise InvalidArgument(f"token file {path}: expected a token, alone or behind its role")

@@ -55,6 +55,10 @@ class RequestOptions(CallOptions, total=False):
     """Raise `Aborted` unless the policy has this version when the request starts; default None."""
     min_weight_version: int | None
     """Wait (until the timeout) for a policy of at least this version; default None."""
+    tenant: str | None
+    """The tenant whose share of the server the request uses, at most 64 printable ASCII characters without spaces;
+    None, the default, is that of the client's token. A token of the role `generate` that names another gets
+    `PermissionDenied`."""
 
 
 class SampleOptions(RequestOptions, total=False):

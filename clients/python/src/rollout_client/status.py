@@ -78,6 +78,20 @@ class ToolCalls:
 
 
 @dataclass(frozen=True)
+class TenantStatus:
+    """Numbers of one tenant."""
+
+    running_samples: int
+    waiting_samples: int
+    kv_blocks: int
+    """KV blocks that its samples hold. Those that another tenant holds too count for both."""
+    prompt_tokens: int
+    """Tokens of its prompts, once per prompt, whether computed or found in the prefix cache."""
+    generated_tokens: int
+    """Tokens sampled for it."""
+
+
+@dataclass(frozen=True)
 class ServerStatus:
     """The state of the server and its counters."""
 
@@ -132,5 +146,8 @@ class ServerStatus:
     """Images that calls may name by their hashes, because the server holds their pixels."""
     tool_calls: dict[str, ToolCalls] = field(default_factory=dict)
     """Tool calls by format (`"hermes"`, `"qwen3_coder"`, …), without formats that no sample has used."""
+    tenants: dict[str, TenantStatus] = field(default_factory=dict)
+    """Tenants that have asked for something, by name; `""` is the requests of no named tenant. At most 64: the last,
+    `"other"`, stands for all further ones."""
     stall: Stall | None = None
     """The last work that the watchdog has reported."""

@@ -16,7 +16,7 @@ use crate::memory::{MemoryReport, resident_bytes};
 use crate::observe::{ErrorNote, Follower, Histogram, Phase, PushNote, Span};
 use crate::server::security::Caller;
 use crate::server::{ServerState, ServingContext};
-use crate::types::ENGINE_STATS;
+use crate::types::{ENGINE_STATS, Tenant, TenantStats};
 
 /// How far back the timeline of a new feed goes: some rounds of a trainer.
 const HISTORY: Duration = Duration::from_secs(15 * 60);
@@ -65,6 +65,7 @@ impl Feed {
             self.member(&mut event, "latencies", &self.latencies());
             self.member(&mut event, "outcomes", &self.outcomes());
             self.member(&mut event, "tool_calls", &self.tool_calls());
+            self.member(&mut event, "tenants", &self.tenants());
             self.member(&mut event, "stall", &self.stall());
             self.member(&mut event, "memory", &self.memory(context.as_deref()));
             self.member(&mut event, "pushes", &self.pushes());
@@ -144,6 +145,25 @@ impl Feed {
                 "is_over": stall.is_over,
             })
         })
+    }
+
+    /// The numbers of each tenant; empty as long as no request has named one.
+    fn tenants(&self) -> Value {
+        let tenants = self.server.observer.metrics.tenants.snapshot();
+        if tenants.iter().all(|(name, _)| name.as_str().is_empty()) {
+            return json!([]);
+        }
+        let row = |(name, stats): &(Tenant, TenantStats)| {
+            json!({
+                "name": name.as_str(),
+                "running": stats.running_samples,
+                "waiting": stats.waiting_samples,
+                "kv_blocks": stats.kv_blocks,
+                "prompt_tokens": stats.prompt_tokens,
+                "generated_tokens": stats.generated_tokens,
+            })
+        };
+        tenants.iter().map(row).collect()
     }
 
     /// Parsed and malformed tool calls by format, without formats that no sample has used.
@@ -316,7 +336,18 @@ mod tests {
         let mut feed = Feed::new(&server, RequestListCache::default(), Caller::default());
         let first = event(&mut feed);
         let members: Vec<_> = first.as_object().expect("an object").keys().map(String::as_str).collect();
-        let all = ["engine", "latencies", "outcomes", "tool_calls", "stall", "memory", "pushes", "errors", "requests"];
+        let all = [
+            "engine",
+            "latencies",
+            "outcomes",
+            "tool_calls",
+            "tenants",
+            "stall",
+            "memory",
+            "pushes",
+            "errors",
+            "requests",
+        ];
         assert_eq!(members, [&["now", "spans", "server"], &all[..]].concat());
         assert_eq!(first["engine"]["lifecycle"], "starting");
         let load = first["spans"]["engine"][0].as_array().expect("a row");
@@ -352,7 +383,7 @@ mod tests {
         push.is(PushKind::Adapter, Transport::Inline, Some("resident"));
         push.applied(1, Duration::ZERO);
         let (own, other) = (Owner(1), Owner(2));
-        let limited = Caller { owner: Some(own), limited_to: Some(own) };
+        let limited = Caller { owner: Some(own), limited_to: Some(own), ..Caller::default() };
         let mut feed = Feed::new(&server, RequestListCache::default(), limited);
         let seen = event(&mut feed).to_string();
         assert!(!seen.contains("secret") && seen.contains("not_found") && seen.contains("data_loss"), "{seen}");
@@ -370,7 +401,8 @@ mod tests {
         };
         assert_eq!(feed.request(&request(Some(own)), 0)["id"], "id");
         assert_eq!(feed.request(&request(Some(other)), 0)["id"], Value::Null);
-        let mut all = Feed::new(&server, RequestListCache::default(), Caller { owner: Some(own), limited_to: None });
+        let all = Caller { owner: Some(own), ..Caller::default() };
+        let mut all = Feed::new(&server, RequestListCache::default(), all);
         assert_eq!(event(&mut all).to_string().matches("secret").count(), 4);
         assert_eq!(all.request(&request(Some(other)), 0)["id"], "id");
     }

@@ -325,6 +325,8 @@ impl Sampling {
             time_limit_seconds: self.time_limit_seconds,
             return_routing: self.stream != Some(true) && model.routing.as_ref().is_some_and(|routing| routing.is_kept),
             returns: self.returns.as_ref().map(ReturnOptions::message),
+            // The header names it.
+            tenant: String::new(),
         })
     }
 }

@@ -45,6 +45,8 @@ function refresh(name) {
     panels.outcomes(state.outcomes);
   } else if (name === "tool_calls") {
     panels.toolCalls(state.tool_calls);
+  } else if (name === "tenants") {
+    panels.tenants(state.tenants);
   } else if (name === "stall") {
     panels.stall(state.stall);
   } else if (name === "errors") {

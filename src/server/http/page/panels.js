@@ -302,6 +302,25 @@ export function requests({ total, oldest }) {
   table("requests", columns, rows, "None.");
 }
 
+// Shown once a request has named a tenant.
+export function tenants(list) {
+  byId("tenants-card").hidden = list.length === 0;
+  write("tenants-sum", count(list.length));
+  const columns = [
+    ["Tenant", "text wide mono"],
+    ["Run", "num"],
+    ["Wait", "num"],
+    ["KV blocks", "num"],
+    ["Prompt tokens", "num"],
+    ["Sampled", "num"],
+  ];
+  const rows = list.map((tenant) => [
+    tenant.name === "" ? "–" : tenant.name,
+    ...[tenant.running, tenant.waiting, tenant.kv_blocks, tenant.prompt_tokens, tenant.generated_tokens].map(count),
+  ]);
+  table("tenants", columns, rows, "None.");
+}
+
 export function errors(list) {
   write("errors-sum", list.length === 0 ? "" : `the last ${list.length}`);
   const columns = [["When", "num"], ["Error", "text wide"], ["Request", "text minor mono"]];

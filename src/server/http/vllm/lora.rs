@@ -96,7 +96,7 @@ async fn load_from(app: &AppState, peer: Peer, body: JsonBody<LoadAdapter>) -> H
         let checked = directory.check(&name).await;
         return checked.map(|()| body.ignored).map_err(|error| explain(error, &name, &path));
     }
-    match load_adapter(&app.server, peer.0, &name, &path, load_inplace).await {
+    match load_adapter(&app.server, (peer.0, body.caller.tenant), &name, &path, load_inplace).await {
         Ok(_) => Ok(body.ignored),
         // A gRPC client has taken the name meanwhile.
         Err(Error::VersionConflict(_)) if !load_inplace && is_resident(&context, &name).await? => Err(taken(&name)),

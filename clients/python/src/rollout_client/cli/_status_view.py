@@ -111,6 +111,8 @@ class StatusView:
             rows.add_row("images", self._images(status))
         if status.stall is not None:
             rows.add_row("watchdog", self._stall(status.stall))
+        if any(status.tenants):
+            rows.add_row("tenants", self._tenants(status))
         if status.tool_calls:
             rows.add_row("tool calls", self._tool_calls(status))
         rows.add_row(f"last {self._window:.0f} s", self._strip())
@@ -170,6 +172,14 @@ class StatusView:
         made = "made" if stall.over else "makes"
         seconds = _format.seconds(stall.seconds)
         return Text(f"{what} {made} no progress, for {seconds}: see the log", "" if stall.over else "bold red")
+
+    def _tenants(self, status: ServerStatus) -> Text:
+        parts = [
+            f"{name or '(no name)'}: {tenant.running_samples:,} run, {tenant.waiting_samples:,} wait, "
+            f"{tenant.generated_tokens:,} tokens"
+            for name, tenant in status.tenants.items()
+        ]
+        return Text("; ".join(parts))
 
     def _tool_calls(self, status: ServerStatus) -> Text:
         parts = [
