@@ -15,8 +15,8 @@ use crate::types::RequestKey;
 pub(super) struct AdmissionQueue {
     /// No entry is empty.
     requests: HashMap<RequestKey, QueuedRequest>,
-    /// Each request of `requests` that is not suspended, once, by tenant. The front has the tenant's next turn. No entry
-    /// is empty.
+    /// Each request of `requests` that is not suspended, once, by tenant. The front has the tenant's next turn. No
+    /// entry is empty.
     turns: BTreeMap<TenantId, VecDeque<RequestKey>>,
     suspended: HashSet<RequestKey>,
     num_samples: usize,

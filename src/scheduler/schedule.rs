@@ -83,8 +83,8 @@ impl Scheduler {
         self.in_flight.push(id);
     }
 
-    /// Preempts the last sequence that holds blocks, for the sake of sequence `id`: a waiting one, or a running one that
-    /// is `later` in the order of service, and so is not in the plan yet. Returns false if there is no victim.
+    /// Preempts the last sequence that holds blocks, for the sake of sequence `id`: a waiting one, or a running one
+    /// that is `later` in the order of service, and so is not in the plan yet. Returns false if there is no victim.
     pub(super) fn preempt_for(&mut self, id: SeqId, later: &[SeqId]) -> bool {
         let later: HashSet<SeqId> = later.iter().copied().collect();
         let may_lose = |victim| victim != id && (later.contains(&victim) || self.waiting.contains_key(&victim));

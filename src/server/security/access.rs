@@ -42,9 +42,9 @@ impl Role {
     }
 }
 
-/// The tokens of a token file. Each line is `role token` or `role token tenant`; lines that begin with `#` and blank lines are comments.
-/// Digests are kept instead of the tokens, so that a comparison reveals nothing of a token's length, and a dump of the
-/// memory no token.
+/// The tokens of a token file. Each line is `role token` or `role token tenant`; lines that begin with `#` and blank
+/// lines are comments. Digests are kept instead of the tokens, so that a comparison reveals nothing of a token's
+/// length, and a dump of the memory no token.
 pub(super) struct Tokens(Vec<TokenEntry>);
 
 struct TokenEntry {
@@ -83,8 +83,9 @@ impl Tokens {
         Ok(Self(entries))
     }
 
-    /// The role, the owner and the tenant that `token` stands for. The owner is the same for the same token, also after the file
-    /// was read again. The time that this takes depends on the length of `token` and on the number of tokens alone.
+    /// The role, the owner and the tenant that `token` stands for. The owner is the same for the same token, also after
+    /// the file was read again. The time that this takes depends on the length of `token` and on the number of tokens
+    /// alone.
     fn find(&self, token: &[u8]) -> Option<(Role, Owner, Tenant)> {
         let digest = digest(token);
         let mut found = None;
@@ -156,8 +157,8 @@ impl Caller {
     /// The tenant of a request that names `named`; an empty name is none.
     ///
     /// # Errors
-    /// `InvalidArgument` if `named` cannot be the name of a tenant; `PermissionDenied` if a caller with the role `generate` names
-    /// another than its own.
+    /// `InvalidArgument` if `named` cannot be the name of a tenant; `PermissionDenied` if a caller with the role
+    /// `generate` names another than its own.
     pub(in crate::server) fn tenant_of(&self, named: &str) -> Result<Tenant> {
         if named.is_empty() {
             return Ok(self.tenant.clone());
