@@ -269,7 +269,7 @@ def test_tokens_come_from_a_file_and_their_want_is_explained(binary, rollout, tm
         assert rollout("pause")[:2] == (0, "paused\n")
     status, _, error = rollout("pause", "--token-file", tmp_path / "none")
     assert status == 1 and "none: No such file" in error
-    alone.write_text("one two three")
+    alone.write_text("one two three four")
     assert "expected a token" in rollout("pause", "--token-file", alone)[2]
 
 

@@ -421,6 +421,8 @@ class Run:
 
     async def _awaited(self, use: Callable[[AsyncFleet], Awaitable[Any]], timeout: float | None) -> Any:
         task = asyncio.ensure_future(use(AsyncFleet(self.fleet)))
+        # The trainer itself may be cancelled while it waits; then the error of its call is read by no one.
+        task.add_done_callback(lambda done: done.cancelled() or done.exception())
         await asyncio.wait({task}, timeout=timeout)
         if not task.done():
             self.oracle.note("its caller is cancelled")
