@@ -8,7 +8,7 @@ use candle_core::cuda_backend::cudarc::driver::CudaFunction;
 use super::super::context::Context;
 use super::super::download::DownloadPool;
 use super::super::launch::{Launch, grid};
-use super::super::module::{Module, fat_binary};
+use super::super::module::Module;
 use super::super::staging::Staging;
 use super::super::tensor::TensorRows;
 use super::on_device::{BLOCKS_AT_ONCE, MAX_BLOCKS, THREADS, word};
@@ -19,7 +19,7 @@ use crate::divergence::{Divergences, LogitsPair};
 /// Most pairs of one launch, which bounds the memory that it takes.
 const PAIRS_AT_ONCE: usize = 32;
 /// Most bytes of the device that a launch takes: maxima and sums of both rows of each pair, and the answers.
-pub(in crate::cuda) const DIVERGENCE_BYTES: usize = PAIRS_AT_ONCE * (4 * MAX_BLOCKS * size_of::<f32>() + 64);
+pub(in crate::cuda) const DIVERGENCE_BYTES: usize = PAIRS_AT_ONCE * 4 * (MAX_BLOCKS + 512) * size_of::<f32>();
 
 /// The kernels.
 pub(super) struct DivergenceKernels {
@@ -30,8 +30,8 @@ pub(super) struct DivergenceKernels {
 }
 
 impl DivergenceKernels {
-    pub fn load(context: &Arc<Context>) -> Result<Self> {
-        let module = Module::load(context.stream.context(), fat_binary!("sampling"))?;
+    /// Takes the kernels from the module that `cu/sampling.cu` is.
+    pub fn load(context: &Arc<Context>, module: &Module) -> Result<Self> {
         Ok(Self {
             context: context.clone(),
             summarise: module.function("summarise_logits")?,

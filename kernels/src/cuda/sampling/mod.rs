@@ -18,6 +18,7 @@ use self::on_device::{Answers, DeviceSampler};
 pub(super) use self::on_device::{TaskBatch, TaskCounts};
 use super::context::Context;
 use super::download::{Download, DownloadPool};
+use super::module::{Module, fat_binary};
 use super::staging::Staging;
 use super::tensor::TensorRows;
 use crate::cpu::{Isa, LogitsTasks, Samplers, ThreadPool};
@@ -48,10 +49,11 @@ pub(super) struct Sampler {
 
 impl Sampler {
     pub fn load(context: &Arc<Context>) -> Result<Self> {
+        let module = Module::load(context.stream.context(), fat_binary!("sampling"))?;
         Ok(Self {
-            on_device: DeviceSampler::load(context)?,
+            on_device: DeviceSampler::load(context, &module)?,
             on_host: Samplers::new(Isa::detect()),
-            divergences: DivergenceKernels::load(context)?,
+            divergences: DivergenceKernels::load(context, &module)?,
             logits: DownloadPool::new(&context.stream),
             context: context.clone(),
         })

@@ -9,7 +9,7 @@ use candle_core::cuda_backend::cudarc::driver::CudaFunction;
 use super::super::context::Context;
 use super::super::download::{Download, DownloadPool};
 use super::super::launch::{Launch, grid};
-use super::super::module::{Module, fat_binary};
+use super::super::module::Module;
 use super::super::scratch::DeviceScratch;
 use super::super::staging::Staging;
 use super::super::tensor::TensorRows;
@@ -135,8 +135,8 @@ fn words(x: f64) -> [u32; 2] {
 }
 
 impl DeviceSampler {
-    pub fn load(context: &Arc<Context>) -> Result<Self> {
-        let module = Module::load(context.stream.context(), fat_binary!("sampling"))?;
+    /// Takes the kernels from the module that `cu/sampling.cu` is.
+    pub fn load(context: &Arc<Context>, module: &Module) -> Result<Self> {
         Ok(Self {
             summarise: module.function("summarise_logits")?,
             answer: module.function("answer_tasks")?,
