@@ -420,22 +420,17 @@ extern "C" __global__ void __launch_bounds__(THREADS, 3)
     if (threadIdx.x == 0) answers[blockIdx.x] = found;
 }
 
-// Up to this |d| the series of `src/cpu/logits/divergence.rs` has the precision of float32; its coefficients.
+// Up to this |d| the series of `src/cpu/logits/divergence.rs` has the precision of float32.
 constexpr float NEAR = 0.5f;
-__constant__ float EVEN[4] = {1.0f / 40320.0f, 1.0f / 720.0f, 1.0f / 24.0f, 0.5f};
-__constant__ float ODD[4] = {1.0f / 362880.0f, 1.0f / 5040.0f, 1.0f / 120.0f, 1.0f / 6.0f};
 
 // The terms of a token in KL(policy || reference) and in KL(reference || policy). `p` and `q` are its probabilities, and
 // `d` is the logarithm of their ratio.
 __device__ __forceinline__ float2 divergence_terms(float p, float q, float d) {
     if (d > NEAR || d < -NEAR) return {fmaf(p, d, q - p), fmaf(q, -d, p - q)};
     const float square = d * d;
-    float even = EVEN[0], odd = ODD[0];
-#pragma unroll
-    for (int i = 1; i < 4; ++i) {
-        even = fmaf(even, square, EVEN[i]);
-        odd = fmaf(odd, square, ODD[i]);
-    }
+    float even = fmaf(1.0f / 40320.0f, square, 1.0f / 720.0f), odd = fmaf(1.0f / 362880.0f, square, 1.0f / 5040.0f);
+    even = fmaf(fmaf(even, square, 1.0f / 24.0f), square, 0.5f);
+    odd = fmaf(fmaf(odd, square, 1.0f / 120.0f), square, 1.0f / 6.0f);
     return {p * fmaf(-d, odd, even) * square, q * fmaf(d, odd, even) * square};
 }
 
