@@ -79,6 +79,17 @@ fn with_storage_mut<R>(t: &Tensor, f: impl FnOnce(&mut CpuStorage, &Layout) -> R
     Ok(access.result.into_inner().expect("the operator ran"))
 }
 
+/// Copies of these rows of a 2-dimensional float32 CPU tensor, one after the other.
+pub(crate) fn read_rows(x: &Tensor, indices: &[u32]) -> Result<Vec<f32>> {
+    rows(x, |x| indices.iter().flat_map(|index| x.row(*index as usize)).copied().collect())
+}
+
+/// Writes values, row by row, to all of a 2-dimensional float32 CPU tensor.
+pub(crate) fn write_rows(values: &[f32], out: &Tensor) -> Result<()> {
+    let (count, width) = out.dims2()?;
+    rows_mut(out, |mut out| (0..count).for_each(|i| out.row_mut(i).copy_from_slice(&values[i * width..][..width])))
+}
+
 #[cfg(test)]
 mod tests {
     use candle_core::Device;

@@ -135,9 +135,9 @@ impl Adapters {
         })
     }
 
-    /// Finds a slot for an adapter of this name. Returns `Some(None)` for a free slot, `Some(Some(evicted))` if the
-    /// adapter `evicted` must be removed first, and `None` if there is no slot. Chooses the least recently used adapter
-    /// among those that no request uses and that `may_leave` accepts; of a tenant that has its quota, among its own.
+    /// Finds a slot for an adapter of this name. Returns `Some(None)` for a free slot, `Some(Some(name))` for a slot
+    /// whose adapter must be evicted first, and `None` if every slot is in use. Evicts the least recently used adapter
+    /// without leases that `may_leave` accepts. A tenant at its quota evicts only its own adapters.
     fn find_slot<X: Executor>(
         &self,
         core: &EngineCore<X>,

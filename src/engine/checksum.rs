@@ -129,8 +129,8 @@ impl Checksums {
 /// Reads rows of a parameter as it serves.
 ///
 /// # Errors
-/// `FailedPrecondition` if the weights sleep or are missing, `NotFound` if there is no such parameter; if the executor
-/// fails.
+/// `FailedPrecondition` if the weights are asleep or missing; `NotFound` if the model has no such parameter; those of
+/// the executor.
 pub(super) fn read_rows<X: Executor>(core: &mut EngineCore<X>, parameter: &str, rows: Range<usize>) -> Result<Vec<u8>> {
     core.state.check_checksum()?;
     let parameters = core.parameters.clone();

@@ -312,7 +312,7 @@ pub struct EngineStatus {
     pub stats: EngineStats,
     /// Sampled tokens per second, over the last ten seconds of stepping.
     pub tokens_per_second: f64,
-    /// The version of a delta store that the policy is.
+    /// The delta store version that is serving; `None` if the policy did not come from a store.
     pub stored: Option<StoredVersion>,
 }
 

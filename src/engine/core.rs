@@ -393,7 +393,7 @@ impl<X: Executor> EngineCore<X> {
         self.scheduler.change_policy(self.policy.epoch(), kv, is_tower_new);
     }
 
-    /// The version of a delta store that the policy is; `None` if there is no policy, or none from a store.
+    /// The delta store version that is serving; `None` if the policy did not come from a store or is missing.
     pub fn stored(&self) -> Option<StoredVersion> {
         self.policy.stored().filter(|_| self.state.has_policy())
     }

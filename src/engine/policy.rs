@@ -63,7 +63,7 @@ impl Policy {
         !self.replaced.is_empty()
     }
 
-    /// The version of a delta store that the policy is; `None` for any other policy.
+    /// The delta store version that is serving; `None` if the policy did not come from a store.
     pub fn stored(&self) -> Option<StoredVersion> {
         self.stored.filter(|_| self.merged.parameters().next().is_none())
     }

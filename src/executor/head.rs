@@ -48,9 +48,9 @@ impl<'a> Head<'a> {
         Ok(answers)
     }
 
-    /// Answers the tasks of the rows whose logits are wanted, in parts that fit into the buffers. `weights` are those
-    /// of the step: the base if `is_base`, for which they are exchanged while other policies are computed. `adapters`
-    /// has the adapter of each row.
+    /// Answers the tasks of the wanted rows, in chunks that fit into the buffers. `weights` holds the weights of the
+    /// step. If `is_base`, it holds the base, and is exchanged for the serving weights while the logits of other
+    /// policies are computed. `adapters` has the adapter of each row.
     pub fn answer(
         &self,
         weights: &mut RankWeights,

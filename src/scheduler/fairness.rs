@@ -75,8 +75,8 @@ impl Scheduler {
         youngest_first.find(|id| !self.in_flight.contains(id))
     }
 
-    /// Takes the blocks of one sequence that is not planned, for the sake of a waiting one of another tenant that holds
-    /// fewer sequences' blocks and has had no more service. Returns false if there is no such sequence.
+    /// Preempts one unplanned sequence of another tenant to free its blocks for the waiting sequence `id`. Only a
+    /// tenant with more block-holding sequences and at least as much service loses one. Returns false if there is none.
     pub(super) fn take_blocks(&mut self, id: SeqId) -> bool {
         if !self.tenants.are_several() {
             return false;

@@ -336,10 +336,10 @@ def test_a_store_refuses_what_it_cannot_save(rng, tmp_path):
     with pytest.raises(RuntimeError, match="no more"):
         store.save(breaks(), 2)
     assert store.versions() == [1] and len(list(tmp_path.iterdir())) == 1
-    # What failed is not taken for saved.
+    # A failed save leaves no version behind, so the same version can be saved again.
     path = store.save(iter(changed.items()), 2)
     assert read_safetensors(path / "model-00000-of-00001.safetensors").keys() == base.keys()
-    # A trainer that starts again goes on behind what is there, with a whole version.
+    # A restarted trainer continues after the last version and saves a whole one first.
     again = DeltaStore(tmp_path)
     with pytest.raises(InvalidArgument, match="above 2"):
         again.save(base, 2)

@@ -29,7 +29,7 @@ use crate::rotary::RotaryTables;
 use crate::routing::{Router, Routing, Scoring};
 use crate::sampling::SampledTokens;
 use crate::step::{AttentionShape, Step, StepInput};
-use crate::tensor::{rows, rows_mut, with_f32, with_f32_mut};
+use crate::tensor::{read_rows, rows, rows_mut, with_f32, with_f32_mut, write_rows};
 use crate::weights::{ReadRows, WriteElements};
 
 /// The thread pool of a rank, with the memory that operators reuse.
@@ -244,12 +244,11 @@ impl OpsImpl for CpuOps {
     }
 
     fn read_rows(&self, x: &Tensor, indices: &[u32]) -> Result<Vec<f32>> {
-        rows(x, |x| indices.iter().flat_map(|index| x.row(*index as usize)).copied().collect())
+        read_rows(x, indices)
     }
 
     fn write_rows(&self, values: &[f32], out: &Tensor) -> Result<()> {
-        let (count, width) = out.dims2()?;
-        rows_mut(out, |mut out| (0..count).for_each(|i| out.row_mut(i).copy_from_slice(&values[i * width..][..width])))
+        write_rows(values, out)
     }
 
     fn select_rows(&self, x: &Tensor, indices: &[u32], out: &Tensor) -> Result<()> {

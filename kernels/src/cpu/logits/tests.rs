@@ -242,8 +242,8 @@ fn divergences_are_close_to_float64_also_where_they_are_tiny_and_the_same_bits_o
                 let found = divergences(Isa::detect(), &policy, &reference, scale);
                 let exact = exact_divergences(&policy, &reference, scale);
                 for (found, exact) in [found.kl, found.reverse_kl].into_iter().zip(exact) {
-                    // Each `d` has the roundings of logits of up to 20, and their mean effect is at most the distance
-                    // of the distributions, which the divergence bounds (Pinsker's inequality).
+                    // Logits of up to 20 are rounded to float32. Rounding moves the divergence by at most the total
+                    // variation distance times the rounding error, and Pinsker's inequality bounds that distance.
                     let rounding = f64::from(20.0 * scale * f32::EPSILON);
                     let distance_bound = (2.0 * exact.max(0.0)).sqrt();
                     let bound = 4e-6 * exact.abs() + rounding * distance_bound + rounding * rounding;
